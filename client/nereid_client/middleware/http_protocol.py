@@ -51,9 +51,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     # Whether the headers of the current request are complete and valid.
     _has_headers = False
-    # The number of received bytes that belong to headers, to trailers or to the extension of a
-    # chunk's size. The parser calls `on_headers_complete`, `on_body` and `on_message_complete`.
-    # Each of these methods sets the number to 0.
+    # The number of bytes received since the parser last completed headers, a part of a body or a
+    # request. These bytes belong to headers, to trailers or to the extension of a chunk's size.
     _num_header_bytes = 0
     # The request that the application handles now. uvicorn's attribute `cycle` is the newest
     # request instead, which may still wait in `pipeline`.
@@ -83,17 +82,20 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse received bytes, and close the connection if the headers are too large.
 
         The first bytes of a request start the timer that limits the time for its headers.
-
-        Mutates: `_num_header_bytes`. If `data` contains only a part of headers or trailers, the
-            number grows by the size of `data`. Otherwise, the number becomes 0.
         """
         is_start_of_headers = self._timer is None and not self._has_headers
         if is_start_of_headers:
             self._start_timer()
         self._num_header_bytes += len(data)
+        # If `data` completes headers or a part of a body, the parser calls a method `on_...`, which
+        # sets `_num_header_bytes` to 0.
         self._parse(data)
-        if self._num_header_bytes <= _MAX_HEADER_BYTES or self.transport.is_closing():
-            return
+        is_too_large = self._num_header_bytes > _MAX_HEADER_BYTES
+        if is_too_large and not self.transport.is_closing():
+            self._refuse_large_headers()
+
+    def _refuse_large_headers(self) -> None:
+        """Close the connection. Send the status 431 first, unless a response may have started."""
         may_have_started_response = self._has_headers or self._running is not None
         if not may_have_started_response:
             self.transport.write(_TOO_LARGE)
@@ -129,8 +131,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the request whose headers have arrived, and stop the timer for its headers.
 
-        If an earlier request of the connection is running, uvicorn appends the new request to
-        `pipeline`, where it waits. Otherwise, the new request becomes the running request.
+        A request with the header Upgrade is not started. The parser stops after such headers, and
+        `_parse` then passes the same headers without Upgrade to a new parser, which calls this
+        method again.
 
         Raises: an exception if the URL is invalid, if the client asks for a tunnel (the method
             CONNECT), or if too many requests wait. `_parse` then calls `send_400_response`.
@@ -139,8 +142,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self.parser.get_method() == b"CONNECT":
             raise ValueError("the frontend is no proxy")
-        if self.parser.should_upgrade():
-            return  # `_parse_without_upgrade` parses the request again
+        if not self.parser.should_upgrade():
+            self._start_request()
+
+    def _start_request(self) -> None:
+        """Start the request whose headers have arrived.
+
+        If an earlier request of the connection is running, uvicorn appends the new request to
+        `pipeline`, where it waits. Otherwise, the new request becomes the running request.
+        """
         if len(self.pipeline) >= _MAX_WAITING_REQUESTS:
             raise ValueError("too many requests of the connection wait")
         super().on_headers_complete()
@@ -222,10 +232,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _close_if_unread(self, num_unsent_before: int) -> None:
         """Close the connection if the client has read nothing since the timer started.
 
-        Restart the timer instead in two cases: the client has read a part of the response, or the
-        response is still being generated. New parts of such a response are added to the unsent
-        bytes, so the number of unsent bytes does not show whether the client reads. The middleware
-        Timeouts checks whether the client reads such a response.
+        Restart the timer instead if the client has read a part of the response, or if the
+        middleware Timeouts checks whether the client reads.
 
         Example: 5000 bytes were unsent when the timer started. If 5000 bytes are still unsent,
         close the connection. If 3000 bytes are unsent, restart the timer.
@@ -235,13 +243,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """
         self._unread_timer = None
         has_read = self.transport.get_write_buffer_size() < num_unsent_before
-        has_open_response = self._running is not None and self._running.response_started
-        # A response can end before it is complete, for example at a time limit. The request of the
-        # response then stays in `_running`, and uvicorn calls the transport's method `close`, which
-        # waits until the client has read the rest. The middleware Timeouts has ended, so only this
-        # timer limits the wait.
-        is_generating = has_open_response and not self.transport.is_closing()
-        if has_read or is_generating:
+        if has_read or self._is_generating_response():
             self._start_unread_timer()
             return
         _log.warning(
@@ -250,6 +252,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self.unread_s,
         )
         self.transport.abort()  # the method `close` would wait until the client has read the rest
+
+    def _is_generating_response(self) -> bool:
+        """Return whether the application still adds parts to a response that has started.
+
+        The new parts are added to the unsent bytes, so the number of these bytes does not show
+        whether the client reads. The middleware Timeouts checks this instead.
+        """
+        # A response can end before it is complete, for example at a time limit. The request then
+        # stays in `_running`, although uvicorn has closed the transport.
+        has_started = self._running is not None and self._running.response_started
+        return has_started and not self.transport.is_closing()
 
     def _stop_unread_timer(self) -> None:
         if self._unread_timer is not None:

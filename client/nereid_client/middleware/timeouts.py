@@ -91,35 +91,36 @@ class Timeouts:
     ) -> None:
         """Call the application. If the timeout of the request expires, end the request.
 
-        The timeout expires for one of three reasons: the time limit is reached, `watch` makes it
-        expire because the client does not read the response, or `running` makes it expire because
-        another request aborts this request. If the client does not read, uvicorn closes the
-        connection, and no error is sent.
+        The timeout expires for one of three reasons:
+
+        - The client does not read the response, so `watch` has made the timeout expire. uvicorn
+          then closes the connection, and no error is sent.
+        - Another request has aborted this request. The abort makes the timeout expire.
+        - The time limit is reached.
         """
+        timeout = asyncio.timeout(limit.seconds)
+        watch = _UnreadWatch(response, timeout, self._unread_s)
         state = scope.setdefault("state", {})
         request_id = state.get("request_id", "")
-        client_name = current_client.get().name
-        try:
-            async with asyncio.timeout(limit.seconds) as timeout:
-                with (
-                    _UnreadWatch(response, timeout, self._unread_s) as watch,
-                    self._running.track(request_id, client_name, timeout) as request,
-                ):
-                    state["running_request"] = request  # the routes add ids to this object
-                    await self._app(scope, receive, response.send)
-        except TimeoutError:
-            if not timeout.expired():
-                raise  # the application itself has raised this error
-            # The timeout can expire only while the application runs, so `watch` and `request` are
-            # defined.
-            if watch.is_unread:
-                self._count_and_log_unread_response(scope)
-            elif request.is_aborted:
-                await response.end_with(abort_error(), scope, receive)
-            else:
-                error = _timeout_error(limit)
-                self._metrics.count_refusal(error)
-                await response.end_with(error, scope, receive)
+        tracked = self._running.track(request_id, current_client.get().name, timeout)
+        with tracked as running_request:
+            state["running_request"] = running_request  # the routes add ids to this object
+            try:
+                async with timeout:
+                    with watch:
+                        await self._app(scope, receive, response.send)
+                return
+            except TimeoutError:
+                if not timeout.expired():
+                    raise  # the application itself has raised this error
+        if watch.is_unread:
+            self._count_and_log_unread_response(scope)
+        elif running_request.is_aborted:
+            await response.end_with(abort_error(), scope, receive)
+        else:
+            error = _timeout_error(limit)
+            self._metrics.count_refusal(error)
+            await response.end_with(error, scope, receive)
 
     def _time_limit(self, scope: Scope) -> "_TimeLimit":
         """Return the smaller of two time limits: the server's setting and the request's header.

@@ -68,48 +68,57 @@ class CompletionLogprobs:
 
     def __init__(self, *, tokens_as_ids: bool = False, echoed_prompt: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
+        self._echoed_prompt = echoed_prompt
         # The end of the choice's text. The text of tokens that have already been located is
-        # removed. The initial value is the echoed prompt, or "" if the prompt is not echoed.
+        # removed.
         self._recent_text = echoed_prompt
         self._recent_start = 0  # the position of `_recent_text` in the text of the choice
         self._next_position = 0  # the position after the last token that was found
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add_prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
-        """Return the part of the field `logprobs` that describes the prompt.
+        """Return the part of the field `logprobs` that describes the echoed prompt.
 
-        Call this method before `add`. Until then, `_recent_text` is the echoed prompt, with which
-        the text of the choice starts at the position 0.
+        Call this method before `add`.
 
-        Mutates: `_next_position`, which becomes the end of the prompt.
+        Example: the prompt "a cat" of the tokens 5 and 7, with the log-probabilities [None,
+        {"7": {"decoded_token": " cat", "logprob": -0.1, ...}}], returns {"tokens": ["a", " cat"],
+        "token_logprobs": [None, -0.1], "top_logprobs": [None, {" cat": -0.1}],
+        "text_offset": [0, 1]}.
 
         Args:
             token_ids: the token ids of the prompt.
             logprobs: for each token, its log-probability and those of the most likely tokens. The
                 first token has None, because no token comes before it.
         """
-        prompt = self._recent_text
-        part = _empty()
-        texts = _prompt_token_texts(prompt, token_ids, logprobs)
-        for text, token_id, entries in zip(texts, token_ids, logprobs, strict=True):
-            part["tokens"].append(self._token_name(text, token_id))
-            part["text_offset"].append(self._locate(text, is_last=True))  # the text is complete
-            if entries is None:
-                part["token_logprobs"].append(None)
-                part["top_logprobs"].append(None)
-            else:
-                part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
-                part["top_logprobs"].append(self._likely_prompt_tokens(entries))
+        texts = _prompt_token_texts(self._echoed_prompt, token_ids, logprobs)
+        part: Json = {
+            "tokens": [
+                self._token_name(text, token_id)
+                for text, token_id in zip(texts, token_ids, strict=True)
+            ],
+            "token_logprobs": [
+                None if entries is None else _finite(entries[str(token_id)]["logprob"])
+                for token_id, entries in zip(token_ids, logprobs, strict=True)
+            ],
+            "top_logprobs": [self._likely_prompt_tokens(entries) for entries in logprobs],
+            "text_offset": [self._locate(text, is_text_complete=True) for text in texts],
+        }
         # The text of the first delta starts directly after the prompt. The search for the next
         # token therefore starts there, even if the last token of the prompt was not found.
-        self._next_position = len(prompt)
+        self._next_position = len(self._echoed_prompt)
         return part
 
-    def _likely_prompt_tokens(self, entries: Mapping[str, PromptLogprob]) -> dict[str, float]:
+    def _likely_prompt_tokens(
+        self, entries: Mapping[str, PromptLogprob] | None
+    ) -> dict[str, float] | None:
         """Return the log-probability of each token that is reported for one position of the prompt.
 
-        Example: {"17": {"decoded_token": "ab", "logprob": -0.1, ...}} returns {"ab": -0.1}.
+        Example: {"17": {"decoded_token": "ab", "logprob": -0.1, ...}} returns {"ab": -0.1}. None,
+        for the first token, returns None.
         """
+        if entries is None:
+            return None
         likely_tokens = {}
         for token_id, entry in entries.items():
             name = self._token_name(entry["decoded_token"] or "", int(token_id))
@@ -134,8 +143,9 @@ class CompletionLogprobs:
         self._recent_start += num_located_chars
         part = _empty()
         for entry in entries:
-            self._skip_incomplete_character(entry, is_last=is_last)
-            part["text_offset"].append(self._locate(self._decode(entry), is_last=is_last))
+            self._skip_incomplete_character(entry, is_text_complete=is_last)
+            position = self._locate(self._decode(entry), is_text_complete=is_last)
+            part["text_offset"].append(position)
             part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
             part["top_logprobs"].append(self._likely_tokens(entry))
@@ -154,7 +164,7 @@ class CompletionLogprobs:
     def _token_name(self, token: str, token_id: int) -> str:
         return _as_id(token_id) if self._tokens_as_ids else token
 
-    def _skip_incomplete_character(self, entry: TokenLogprob, *, is_last: bool) -> None:
+    def _skip_incomplete_character(self, entry: TokenLogprob, *, is_text_complete: bool) -> None:
         """If the token `entry` starts a new character, skip the incomplete character before it.
 
         The decoder then contains the first bytes of a character that no later token can complete.
@@ -163,7 +173,8 @@ class CompletionLogprobs:
         raw = entry["bytes"]
         # In UTF-8, bytes 10xxxxxx continue a character. Any other byte starts a new one.
         if raw and raw[0] & 0xC0 != 0x80:
-            self._locate(self._decoder.decode(b"", final=True), is_last=is_last)
+            incomplete_character = self._decoder.decode(b"", final=True)
+            self._locate(incomplete_character, is_text_complete=is_text_complete)
 
     def _decode(self, entry: TokenLogprob) -> str:
         """Add the bytes of a token to the decoder, and return the characters that are now complete.
@@ -175,7 +186,7 @@ class CompletionLogprobs:
             return entry["token"]
         return self._decoder.decode(bytes(entry["bytes"]))
 
-    def _locate(self, piece: str, *, is_last: bool) -> int:
+    def _locate(self, piece: str, *, is_text_complete: bool) -> int:
         """Return the position of a token's text in the text of the choice.
 
         `_recent_text` is only the last part of this text: it starts at the position
@@ -188,13 +199,14 @@ class CompletionLogprobs:
 
         Args:
             piece: the text of the token.
-            is_last: whether the text of the choice is complete. Otherwise, a piece whose text has
-                not arrived yet gets the position directly after the previous token.
+            is_text_complete: whether all text has arrived in which the piece can be. Otherwise, a
+                piece whose text has not arrived yet gets the position directly after the previous
+                token.
         """
         is_first_token = self._next_position == 0
         if is_first_token:  # some tokenizers put a space before it, which the text does not have
             piece = _without_added_space(piece, self._recent_text)
-        index = self._find(piece, is_last=is_last)
+        index = self._find(piece, is_text_complete=is_text_complete)
         if index is None:
             end_of_text = self._recent_start + len(self._recent_text)
             return min(self._next_position, end_of_text)
@@ -202,7 +214,7 @@ class CompletionLogprobs:
         self._next_position = position + len(piece)
         return position
 
-    def _find(self, piece: str, *, is_last: bool) -> int | None:
+    def _find(self, piece: str, *, is_text_complete: bool) -> int | None:
         """Find a token's text in `_recent_text`. Return its index, or None if it is not found.
 
         The text is first expected directly after the previous token, at `_next_position`.
@@ -213,7 +225,7 @@ class CompletionLogprobs:
         has_arrived = arrived == piece
         # If only the beginning of the piece has arrived, `arrived` is this beginning, such as "ab"
         # for the piece "abc". If nothing has arrived, `arrived` is "".
-        may_still_arrive = not is_last and piece.startswith(arrived)
+        may_still_arrive = not is_text_complete and piece.startswith(arrived)
         if has_arrived or may_still_arrive:
             return expected_index
         search_end = expected_index + _SEARCH_CHARS + len(piece)

@@ -69,7 +69,7 @@ class ChildProcess:
         model_errors: the reasons in the lines that start with `nereid: error:`. A model writes such
             a line if it rejects a setting or the checkpoint, or if it has stopped.
         first_model_error_at: the time of time.monotonic() at which the first of these lines
-            arrived. If there is no such line, the time is infinity.
+            arrived. None if there is no such line.
         crash_line: the line with which a Triton server reports its crash, or None. Version 2.51 can
             hang in its signal handler instead of ending, and then keeps its ports open.
     """
@@ -101,10 +101,7 @@ class ChildProcess:
         self.error_lines: collections.deque[str] = collections.deque(maxlen=_NUM_ERROR_LINES)
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
         self.model_errors: list[str] = []  # why models reject a setting or have stopped
-        # The time of the first error, or infinity if there is no error. The supervisor restarts the
-        # program only some time after this error, so that the model can first answer its waiting
-        # requests.
-        self.first_model_error_at = float("inf")
+        self.first_model_error_at: float | None = None
         self.crash_line: str | None = None  # the line with which a Triton server reports its crash
 
         self._process = subprocess.Popen(

@@ -95,26 +95,34 @@ class Supervisor:
         return 0
 
     def _start_programs(self, log: IO[str]) -> None:
-        """Start the Triton server, the frontend, the warm-up and, if needed, the fork server."""
+        """Start the Triton server, the frontend, the warm-up and, if needed, the fork server.
+
+        Raises: CliError if the operating system cannot start the server or the frontend.
+        """
+        plan = self._plan
+        self._print_what_starts()
+        if plan.fork_server:
+            environment = plan.server.environment
+            self._fork_server = start_fork_server(plan.fork_server, environment, log, say)
+        for program in (plan.server, plan.frontend_program):
+            try:
+                started_program = SupervisedProgram(program, plan.restarts, log)
+            except OSError as error:
+                raise CliError(
+                    f"{program.name} cannot be started: the operating system does not run "
+                    f"{program.command[0]} ({error.strerror})"
+                ) from None
+            self._programs.append(started_program)
+        self._start_warm_up()
+
+    def _print_what_starts(self) -> None:
+        """Print the checkpoints of the models, the name of the log, and the plan's warnings."""
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
         say(f"nereid: starting tritonserver and the OpenAI frontend; their log is {plan.log_name}")
         for warning in plan.warnings:
             complain(f"nereid: warning: {warning}")
-        if plan.fork_server:
-            environment = plan.server.environment
-            self._fork_server = start_fork_server(plan.fork_server, environment, log, say)
-        for program in (plan.server, plan.frontend_program):
-            try:
-                # The constructor of SupervisedProgram starts the program.
-                self._programs.append(SupervisedProgram(program, plan.restarts, log))
-            except OSError as error:
-                raise CliError(
-                    f"{program.name} cannot be started: the operating system does not run "
-                    f"{program.command[0]} ({error.strerror})"
-                ) from None
-        self._start_warm_up()
 
     def _start_warm_up(self) -> None:
         """Start threads that wait until each model has been loaded and has answered a request."""
@@ -213,26 +221,39 @@ class Supervisor:
 
     def _server_failure(self) -> str | None:
         """Return the reason why the running server does not answer, or None if the server works."""
-        server = self._server
-        # When a model has to stop, it reports an error, answers its waiting requests, and rejects
-        # all further requests. During the first start, the server exits by itself after such an
-        # error.
-        error_age_s = time.monotonic() - server.child.first_model_error_at  # -inf without an error
-        has_answered_waiting_requests = error_age_s > _LAST_RESPONSES_S
-        if self._is_announced and has_answered_waiting_requests:
-            return f"{server.name}: {server.child.model_errors[0]}"
-        is_warming_up = self._warm_up is not None
-        failure = self._failure_during_warm_up() if is_warming_up else None
-        # Each watch sends test requests to one model. The watches start after the first warm-up.
-        findings = (watch.finding for watch in self._hang_watches)
-        return failure or next(filter(None, findings), None)
+        return self._failure_of_model() or self._failure_during_warm_up() or self._detected_hang()
+
+    def _failure_of_model(self) -> str | None:
+        """Return the first error of a model that has stopped, or None if no model has stopped.
+
+        A model that has to stop reports an error, and then needs up to `_LAST_RESPONSES_S` seconds
+        to answer its waiting requests. Before this time has passed, return None. Also return None
+        during the first start, because the server then exits by itself after such an error.
+        """
+        child = self._server.child
+        error_at = child.first_model_error_at
+        if not self._is_announced or error_at is None:
+            return None
+        has_answered_waiting_requests = time.monotonic() - error_at > _LAST_RESPONSES_S
+        if not has_answered_waiting_requests:
+            return None
+        return f"{self._server.name}: {child.model_errors[0]}"
+
+    def _detected_hang(self) -> str | None:
+        """Return how a model hangs, as the first watch reports it, or None if no model hangs.
+
+        Each watch sends test requests to one model. The watches start after the first warm-up.
+        """
+        return next((watch.finding for watch in self._hang_watches if watch.finding), None)
 
     def _failure_during_warm_up(self) -> str | None:
-        """Return the reason why the warm-up has failed, or None if it has not failed.
+        """Return the reason why the warm-up has failed. Without a failed warm-up, return None.
 
         During the warm-up, the server starts a stub process for each Python model, and can wait
         forever for the end of a stub that is still running.
         """
+        if self._warm_up is None:  # all models have answered
+            return None
         if self._server.stubs.detect_hang():
             return f"{self._server.name} waits for the end of a stub process that is still running"
         return self._warm_up_failure

@@ -98,25 +98,31 @@ def _responses_event(error: ApiError, sent: bytes) -> dict[str, Any]:
 def _anthropic_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     """Return the JSON body of an error in Anthropic's API.
 
-    If the prompt is too long, the message begins with the words of Anthropic's own message, because
-    clients recognize the error by these words.
-
-    Example: the body for a prompt with 9000 tokens is {"type": "error", "error": {"type":
-    "invalid_request_error", "message": "prompt is too long: 9000 tokens > 4096 maximum. ..."},
-    "request_id": "..."}.
+    Example: {"type": "error", "error": {"type": "not_found_error", "message": "The model does not
+    exist.", "details": {"error_code": "model_not_found"}}, "request_id": "a1"}.
     """
     status = _anthropic_status(error)  # 529 in place of 503
-    message = error.message
-    lengths = tokens_and_limit(message)
-    if error.code == "context_length_exceeded" and lengths is not None:
-        num_tokens, limit = lengths
-        message = f"prompt is too long: {num_tokens} tokens > {limit} maximum. {message}"
     default_type = "api_error" if status >= 500 else "invalid_request_error"
     fields: dict[str, Any] = {
         "type": _ANTHROPIC_TYPES.get(status, default_type),
-        "message": message,
+        "message": _anthropic_message(error),
     }
     if error.code is not None:
         fields["details"] = {"error_code": error.code}
     request_id = scope.get("state", {}).get("request_id")
     return {"type": "error", "error": fields, "request_id": request_id}
+
+
+def _anthropic_message(error: ApiError) -> str:
+    """Return the message of an error in Anthropic's API.
+
+    If the prompt is too long, the message begins with the words of Anthropic's own message, because
+    clients recognize the error by these words. The model reports both numbers only in its message.
+
+    Example: "prompt is too long: 9000 tokens > 4096 maximum. Input tokens exceed ...".
+    """
+    lengths = tokens_and_limit(error.message)
+    if error.code != "context_length_exceeded" or lengths is None:
+        return error.message
+    num_tokens, limit = lengths
+    return f"prompt is too long: {num_tokens} tokens > {limit} maximum. {error.message}"

@@ -225,17 +225,20 @@ async def _read_body_and_select_model(request: Request, max_prompts: int) -> dic
     """
     raw = await _read_bytes(request)
     body = await _parse_in_turn(request, raw)
-    context = find_context(request, body.get("model"))
-    if context is not None:
-        request.state.context = context
+    _select_context(request, body)
     limits = await context_of(request).limits.get()
     if limits is not None:
-        # A body with several prompts may have more bytes than a body with one prompt. The number of
-        # prompts is estimated as in `read_prompt_body`, so that the size limit for a body is the
-        # same on a server with one language model.
+        # The size limit depends on the number of prompts in the body.
         limits.check_size(len(raw), _max_possible_prompts(raw, max_prompts))
         limits.check_parsed_body(body)
     return body
+
+
+def _select_context(request: Request, body: dict[str, Any]) -> None:
+    """If the field `model` names a language model, select the context of this model."""
+    context = find_context(request, body.get("model"))
+    if context is not None:
+        request.state.context = context
 
 
 def _max_possible_prompts(raw: bytes, max_prompts: int) -> int:

@@ -153,19 +153,18 @@ class BatchRun:
 
         Raises: OSError if a result cannot be stored.
         """
+        if self._is_cancelled:  # the batch was cancelled before its lines are sent
+            await self._record_unsent(errors, "cancelled")
+            return
         time_to_expiry_s = max(self._batch.expires_at - time.time(), 0.0)
-        # If the batch is already cancelled, a timeout of 0 seconds expires before the first line is
-        # sent. The `except` block below then stores the errors.
-        timeout_s = 0.0 if self._is_cancelled else time_to_expiry_s
         try:
-            async with asyncio.timeout(timeout_s) as timeout:
+            async with asyncio.timeout(time_to_expiry_s) as timeout:
                 self._timeout = timeout  # the method `cancel` makes this timeout expire at once
                 await self._send_all(output, errors)
         except TimeoutError:
             if not timeout.expired():
                 raise  # this is an OSError: the operating system could not access a file in time
-            self._batch.outcome = "cancelled" if self._is_cancelled else "expired"
-            await self._record_unsent(errors, self._batch.outcome)
+            await self._record_unsent(errors, "cancelled" if self._is_cancelled else "expired")
         finally:
             self._timeout = None  # a timeout that has ended cannot be changed by `cancel`
 
@@ -232,7 +231,8 @@ class BatchRun:
     async def _record_unsent(
         self, errors: ResultFile, outcome: Literal["expired", "cancelled"]
     ) -> None:
-        """Store an error for each line that has no result yet."""
+        """Set the outcome of the batch, and store an error for each line that has no result yet."""
+        self._batch.outcome = outcome
         code, message = _UNSENT[outcome]
         async with aclosing(self._input_lines()) as lines:
             async for line in lines:

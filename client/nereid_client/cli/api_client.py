@@ -41,22 +41,41 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
     There is no time limit, because a model may need minutes for a response. A proxy in a variable
     such as HTTP_PROXY is not used, because the server is usually on this machine.
 
-    Raises: CliError with the server's error message.
+    Raises:
+        CliError: the URL or the API key is invalid.
+        FailureError: the connection fails, or the server answers with an error.
     """
-    headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
-    if key := os.environ.get("NEREID_API_KEY"):
-        if not key.isprintable() or key != key.strip():
-            raise CliError(
-                "NEREID_API_KEY has a line end, another control character, or a space at the "
-                "beginning or the end. Remove this character."
-            )
-        # `http.client` can encode only Latin-1. The frontend compares keys as UTF-8.
-        headers["Authorization"] = f"Bearer {key}".encode()
+    headers = {"Content-Type": "application/json", **_authorization()}
     data = None if body is None else json.dumps(body).encode()
-    try:
+    with _request_errors(url):
         response: http.client.HTTPResponse = _OPENER_WITHOUT_PROXY.open(
             urllib.request.Request(url, data, headers)  # type: ignore[arg-type]
         )
+    return response
+
+
+def _authorization() -> dict[str, bytes]:
+    """Return the header with the API key in NEREID_API_KEY. Without a key, return {}.
+
+    Raises: CliError if the key cannot be sent in a header.
+    """
+    key = os.environ.get("NEREID_API_KEY")
+    if not key:
+        return {}
+    if not key.isprintable() or key != key.strip():
+        raise CliError(
+            "NEREID_API_KEY has a line end, another control character, or a space at the beginning "
+            "or the end. Remove this character."
+        )
+    # `http.client` can encode only Latin-1. The frontend compares keys as UTF-8.
+    return {"Authorization": f"Bearer {key}".encode()}
+
+
+@contextmanager
+def _request_errors(url: str) -> Iterator[None]:
+    """Raise a CliError or a FailureError if a request to `url` fails in the `with` block."""
+    try:
+        yield
     except urllib.error.HTTPError as error:
         raise FailureError(_error_message(url, error)) from None
     except (ValueError, http.client.InvalidURL) as error:
@@ -73,7 +92,6 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
             f"{url} did not answer with HTTP ({error!r}). Give the address of an OpenAI API with "
             "--url."
         ) from None
-    return response
 
 
 def _error_message(url: str, response: urllib.error.HTTPError) -> str:

@@ -40,7 +40,7 @@ class _FlagCommand(TyperCommand):
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line. If the standard output cannot be written, print the reason.
 
     Args:
         argv: the arguments after the name of the program. By default, those of this process.
@@ -59,8 +59,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         complain(f"nereid {arguments[0]}: {error}")
         return error.exit_code
     except OSError as error:
-        # An error without a file name means that the standard output cannot be written.
-        if error.filename is not None:
+        is_error_of_file = error.filename is not None  # the standard output has no file name
+        if is_error_of_file:
             raise
         discard_output(sys.stdout)
         complain(

@@ -212,9 +212,11 @@ def _has_text(choice: Json) -> bool:
 def _table(summary: Json) -> Table:
     """Return a table of the benchmark's results so far.
 
-    A row with latencies has one column for each of `_STATISTICS`. These columns are empty until a
-    request has succeeded. The other rows have a single value, which does not belong to a statistic.
-    It is in the first of these columns.
+    The rows with latencies have one column for each of `_STATISTICS`, for example the mean. A cell
+    is empty until a request has succeeded. The other rows have a single value in the first column.
+
+    Args:
+        summary: the results, as returned by `_Load.summary`.
     """
     table = Table("", *_STATISTICS)
     ended = summary["succeeded"] + summary["failed"]
@@ -223,11 +225,11 @@ def _table(summary: Json) -> Table:
     table.add_row("requests per second", f"{summary['requests_per_s']:.2f}")
     table.add_row("tokens per second", f"{summary['tokens_per_s']:.1f}")
     # Rows with one value for each statistic.
-    for label, name in (
+    for label, key in (
         ("time to first token, ms", "time_to_first_token_ms"),
         ("time per output token, ms", "time_per_output_token_ms"),
     ):
-        latencies = summary[name]
-        cells = [f"{latencies[column]:.1f}" for column in _STATISTICS if column in latencies]
+        latencies = summary[key]
+        cells = [f"{latencies[name]:.1f}" if name in latencies else "" for name in _STATISTICS]
         table.add_row(label, *cells)
     return table

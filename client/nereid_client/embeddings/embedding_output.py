@@ -151,12 +151,13 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
     the body {"data":[[0.5]],"model":"a"}.
 
     Args:
-        members: the other members of the object, at least one.
+        members: the other members of the object.
         name: the name of the encoded member.
         encoded: the JSON text of the encoded member's value.
     """
-    other_members = _encode(dict(members)).removeprefix("{")
-    return Response(f'{{"{name}":{encoded},{other_members}', media_type="application/json")
+    others = {other: _encode(value) for other, value in members.items()}
+    body = join_json_object({name: encoded, **others})
+    return Response(body, media_type="application/json")
 
 
 def join_json_object(encoded_members: Mapping[str, str]) -> str:

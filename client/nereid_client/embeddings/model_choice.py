@@ -14,6 +14,7 @@ from nereid_client.embeddings.pooling_backend import (
     PoolingCall,
     PoolingModels,
     PoolingOutputs,
+    PoolingTarget,
     ServedModel,
     TritonPooling,
 )
@@ -88,14 +89,10 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         ApiError: 404 if no such model is served, 400 if the name belongs to another kind of model,
             503 if the model does not answer.
     """
-    other_names: list[str] = []  # the names of suitable models, for the error message
+    other_names: list[str] = []  # the suitable models with other names, for the error message
     problems: list[ApiError] = []  # the reasons why models do not answer
     models = pooling_models_of(request)
-    targets = [target for kind in kinds for target in models.targets if target.kind == kind]
-    if not targets:  # The file of `--config` describes no such model.
-        message = f"The server has no model of the kind {' or '.join(map(repr, kinds))}."
-        raise ApiError(404, message, param="model", code="model_not_found")
-    for target in targets:
+    for target in _targets_of(models, kinds):
         # Without a file that describes several models, `target.names` is empty, and the model
         # itself reports its name.
         if target.names and name is not None and name not in target.names:
@@ -111,10 +108,27 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         other_names.append(model.name)
     if other_names:
         raise await _wrong_model_error(request, name or "", other_names)
-    # No model has answered, so `problems` has one error for each model. Raise a temporary error,
-    # such as a 503, rather than a permanent error, such as a 404, because the client can try again.
-    temporary_problems = [problem for problem in problems if problem.status != 404]
-    raise (temporary_problems or problems)[0]
+    raise _first_temporary(problems)  # no model has answered, so each model has a problem
+
+
+def _targets_of(models: PoolingModels, kinds: Sequence[str]) -> list[PoolingTarget]:
+    """Return the models of the given kinds, in the order of the kinds.
+
+    Raises: ApiError 404 if the file of `--config` describes no such model.
+    """
+    targets = [target for kind in kinds for target in models.targets if target.kind == kind]
+    if not targets:
+        message = f"The server has no model of the kind {' or '.join(map(repr, kinds))}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return targets
+
+
+def _first_temporary(problems: Sequence[ApiError]) -> ApiError:
+    """Return the first error after which the client can try again, such as a 503.
+
+    If all errors are permanent (404), return the first error.
+    """
+    return next((problem for problem in problems if problem.status != 404), problems[0])
 
 
 async def select_language_model(request: Request, name: str | None) -> None:

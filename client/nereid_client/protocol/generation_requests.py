@@ -258,9 +258,8 @@ class CompletionRequest(GenerationRequest):
     def sampling_parameters(self) -> dict[str, Any]:
         """Return the JSON object for the ensemble's input `sampling_parameters`.
 
-        The engine generates `n` choices, and does not support `best_of`. In the returned object,
-        `n` is therefore the larger of `n` and `best_of`. The frontend later selects the best
-        choices.
+        The object contains the fields of the request that the engine knows. Some values differ from
+        the request, because the engine does not support `best_of` and `echo`.
 
         Example: {"prompt": "a", "max_tokens": 5, "best_of": 3} returns {"max_tokens": 5, "n": 3}.
         """
@@ -270,19 +269,22 @@ class CompletionRequest(GenerationRequest):
         if self.num_generated_choices > 1:
             fields["n"] = self.num_generated_choices
         if self.only_prompt:  # max_tokens=0
-            # The engine computes the log-probabilities of a prompt only if the request generates
-            # tokens.
+            # The engine reports log-probabilities of the prompt only if it generates tokens.
             fields["max_tokens"] = 1
-        if self.echoes_logprobs:  # echo=true with logprobs
-            # `logprobs` of the response begins with the tokens of the prompt. In the request,
-            # `logprobs` and `prompt_logprobs` can specify different numbers of likely tokens. The
-            # engine accepts only one number for the prompt, so the larger number is sent.
-            fields["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
-            # For each position of the prompt, `prompt_logprobs` of the response maps the ids of
-            # several likely tokens to log-probabilities. The frontend needs the prompt's token ids
-            # to select the log-probability of the token in the prompt.
-            fields["return_token_ids"] = True
+        if self.echoes_logprobs:
+            fields |= self._parameters_for_echoed_logprobs()
         return fields
+
+    def _parameters_for_echoed_logprobs(self) -> dict[str, Any]:
+        """Return the parameters that let the engine report log-probabilities of the prompt.
+
+        The engine also returns the token ids of the prompt, so that the frontend can select the
+        log-probability of each token of the prompt among those of the likely tokens.
+        """
+        # The fields `logprobs` and `prompt_logprobs` can ask for different numbers of tokens, but
+        # the engine accepts only one number for the prompt.
+        num_likely_tokens = max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return {"prompt_logprobs": num_likely_tokens, "return_token_ids": True}
 
 
 PASSED_ON = (

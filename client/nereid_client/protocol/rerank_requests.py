@@ -264,18 +264,26 @@ def text_of(value: object, field: str, place: str) -> str:
 
     Raises: FieldError if the value has another form.
     """
-    part = _unwrap_list_of_one(value)
-    if isinstance(part, dict) and isinstance(part.get("content"), list):  # vLLM's format
-        return text_of(part["content"], field, place)
-    text = part
-    if isinstance(part, dict):
-        text = part.get("text")
+    content = _unwrap_content(value)
+    part = _unwrap_list_of_one(content)
+    text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
         raise FieldError(
             field,
-            f'{place} must be a string or {{"text": ...}}, but the request has {shown(value)}',
+            f'{place} must be a string or {{"text": ...}}, but the request has {shown(content)}',
         )
     return text
+
+
+def _unwrap_content(value: object) -> object:
+    """If `value` has vLLM's format {"content": [...]}, return the list. Otherwise, return `value`.
+
+    Example: {"content": [{"text": "a"}]} returns [{"text": "a"}].
+    """
+    part = _unwrap_list_of_one(value)
+    if isinstance(part, dict) and isinstance(part.get("content"), list):
+        return _unwrap_content(part["content"])
+    return value
 
 
 def _unwrap_list_of_one(value: object) -> object:
@@ -323,16 +331,19 @@ def _documents_of(field: str, value: object) -> list[Document]:
 def _document_of(value: object, field: str, place: str) -> Document:
     """Convert a value to a document: a text, or an image as `{"image": ...}`.
 
-    Example: [{"type": "image_url", "image_url": {"url": "data:"}}] returns {"image": "data:"}.
+    The value is a string or a content part. An error names the request's `field`, and the `place`
+    of the value in this field, such as "documents[2]".
+
+    Examples: {"type": "text", "text": "a"} returns "a". {"type": "image_url", "image_url": {"url":
+    "data:"}} returns {"image": "data:"}.
     """
-    part = _unwrap_list_of_one(value)
-    if isinstance(part, dict) and isinstance(part.get("content"), list):  # vLLM's format
-        return _document_of(part["content"], field, place)
-    if isinstance(part, dict):
-        refuse_videos_and_audio(part, field, place)
-    has_image = isinstance(part, dict) and ("image" in part or "image_url" in part)
+    part = _unwrap_list_of_one(_unwrap_content(value))
+    if not isinstance(part, dict):
+        return text_of(value, field, place)
+    refuse_videos_and_audio(part, field, place)
+    has_image = "image" in part or "image_url" in part
     if not has_image:
-        return text_of(value, field, place)  # `value`, because the error message shows it
+        return text_of(value, field, place)
     content = content_part(part, field, place)  # {"image": ...}, and the key "text" if given
     if "text" in content:
         raise FieldError(

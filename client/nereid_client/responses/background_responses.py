@@ -60,22 +60,21 @@ class BackgroundResponse:
         return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store new events, wake the waiting readers, and return the response's growth in bytes.
+        """Record new events of the response, wake the waiting readers, and return a size in bytes.
 
-        The text of each delta counts, because the response itself contains all text. If the client
-        has requested a stream, the encoded events are stored next to the response, so they count in
-        addition.
+        The size is the memory that the response needs for the new text, and for the new events if
+        events are stored.
 
-        Mutates: the attribute `events`, to which the argument `events` is appended.
+        Mutates: the attribute `events`. If the client has requested a stream, the encoded events
+            are appended.
         """
-        num_text_bytes = sum(len(event.get("delta", "").encode()) for event in events)
-        num_event_bytes = 0
+        num_new_bytes = _num_text_bytes(events)
         if self.events is not None:
             encoded = [sse.named_event(event) for event in events]
             self.events += encoded
-            num_event_bytes = size_of(encoded)
+            num_new_bytes += size_of(encoded)
         self._wake_readers()
-        return num_text_bytes + num_event_bytes
+        return num_new_bytes
 
     def _wake_readers(self) -> None:
         """Wake all generators of `follow`."""
@@ -224,6 +223,14 @@ class Responses:
             ) from None
         if not run.builder.is_over:
             raise unfinished_error()
+
+
+def _num_text_bytes(events: Sequence[Json]) -> int:
+    """Return the number of bytes of the text that events add to a response.
+
+    Example: [{"type": "response.output_text.delta", "delta": "Hello"}] returns 5.
+    """
+    return sum(len(event.get("delta", "").encode()) for event in events)
 
 
 def _last_events(builder: ResponseBuilder, bug: BaseException | None) -> list[Json]:

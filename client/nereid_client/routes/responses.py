@@ -80,23 +80,33 @@ async def create_response(request: Request) -> Response:
     items = _conversation(responses_request, responses.store)
     deltas = _generate(request, responses_request, chat_request(responses_request, body, items))
     builder = _new_builder(request, responses_request, is_stored=is_stored)
+    is_stream = bool(responses_request.stream)
     if responses_request.background:
-        # A background response is always stored: a request with `store=false` has been refused. The
-        # store contains the response from the start, so that the client can retrieve it while it is
-        # generated.
-        run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
-        responses.start(run, deltas)
-        is_stream = responses_request.stream
-        return sse.EventStream(run.follow(_ALL_EVENTS)) if is_stream else _response_object(run)
+        run = BackgroundResponse(builder, encode(items), streams=is_stream)
+        return _start_in_background(responses, run, deltas)
 
     def store_if_requested() -> bool:
         """If `is_stored` is true, store the finished response. Return whether it was stored."""
         return is_stored and responses.add(builder, encode(items))
 
-    if responses_request.stream:
+    if is_stream:
         return await _streamed_response(request, builder, deltas, store_if_requested)
     await sse.unless_disconnected(request.receive, builder.add_all(deltas))
     return JSONResponse(builder.as_json() | {"store": store_if_requested()})
+
+
+def _start_in_background(
+    responses: Responses, run: BackgroundResponse, deltas: AsyncGenerator[Delta]
+) -> Response:
+    """Start a background response. Return its events if they are stored, else its current state.
+
+    A background response is always stored: a request with `store=false` has been refused. The store
+    contains the response from the start, so that the client can retrieve it while it is generated.
+    """
+    responses.start(run, deltas)
+    if run.events is None:
+        return _response_object(run)
+    return sse.EventStream(run.follow(_ALL_EVENTS))
 
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
@@ -328,10 +338,21 @@ async def _events(
     rest: AsyncGenerator[Delta],
     store_if_requested: Callable[[], bool],
 ) -> AsyncGenerator[bytes]:
-    """Yield a response as server-sent events. If the backend fails, the last event is an error."""
+    """Yield a response as server-sent events. If the backend fails, the last event is an error.
 
-    def encode_events(events: list[Json]) -> bytes:
-        """Encode events. At the end, store the response, and set `store` in the last event."""
+    The field `store` of the last event tells whether the response was stored. The response is
+    therefore stored before this event is sent.
+
+    Args:
+        builder: builds the events from the deltas.
+        first: the first delta, or None if there is none.
+        rest: the deltas after the first one.
+        store_if_requested: stores the finished response if the client has requested this. Returns
+            whether the response was stored.
+    """
+
+    def store_and_encode(events: list[Json]) -> bytes:
+        """If `events` end the response, store it and set `store`. Return the encoded events."""
         if builder.is_over:
             events[-1]["response"]["store"] = store_if_requested()
         return b"".join(map(sse.named_event, events))
@@ -341,7 +362,7 @@ async def _events(
     delta = first
     try:
         while delta is not None:
-            yield encode_events(builder.add(delta))
+            yield store_and_encode(builder.add(delta))
             delta = await anext(rest, None)
         if not builder.is_over:
             raise unfinished_error()
@@ -349,4 +370,4 @@ async def _events(
         # If the response is already complete, the client has received all of it, so the error is
         # ignored.
         if not builder.is_over:
-            yield encode_events(builder.fail(to_api_error(error)))
+            yield store_and_encode(builder.fail(to_api_error(error)))

@@ -294,25 +294,31 @@ class ModelControl:
             await asyncio.sleep(_IDLE_CHECK_EVERY_S)
             for state in self._states.values():
                 if state.is_idle:
-                    await self._unload_idle(state)
+                    async with state.lock:
+                        if state.is_loaded is None:
+                            await self._query_idle(state)
+                        else:
+                            await self._unload_idle(state)
+
+    async def _query_idle(self, state: ModelState) -> None:
+        """Ask the server whether an idle model is loaded. The caller must hold `state.lock`.
+
+        The idle time begins again, because the server may have just loaded the model.
+        """
+        if await self._is_ready(state):
+            state.is_loaded = True
+        state.last_used = time.monotonic()
 
     async def _unload_idle(self, state: ModelState) -> None:
         """Unload an idle model. If the server refuses, the idle time of the model begins again.
 
-        If the frontend does not know whether the model is loaded, query the server instead. The
-        idle time then also begins again, because the server may have just loaded the model.
+        The caller must hold `state.lock`.
         """
-        async with state.lock:
-            if state.is_loaded is None:
-                if await self._is_ready(state):
-                    state.is_loaded = True
-                state.last_used = time.monotonic()
-                return
-            try:
-                await self._unload(state)
-            except BackendError as error:
-                _log.warning("The idle model %s stays loaded: %s", state.spec.name, error)
-                state.last_used = time.monotonic()
+        try:
+            await self._unload(state)
+        except BackendError as error:
+            _log.warning("The idle model %s stays loaded: %s", state.spec.name, error)
+            state.last_used = time.monotonic()
 
 
 def _used_memory(states: Iterable[ModelState]) -> int:

@@ -134,7 +134,7 @@ def _file_bytes(path: Path, settings: Mapping[str, str]) -> float:
 
 def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> float:
     """Return how many bytes of memory a tensor needs."""
-    bytes_per_number = _bytes_per_number(tensor["dtype"], len(tensor["shape"]), settings)
+    bytes_per_number = _converted_bytes(tensor["dtype"], len(tensor["shape"]), settings)
     if bytes_per_number is None:  # the tensor has the same size in memory as in the file
         start, end = tensor["data_offsets"]
         return float(end - start)
@@ -142,23 +142,25 @@ def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> flo
     return num_numbers * bytes_per_number
 
 
-def _bytes_per_number(
+def _converted_bytes(
     stored_type: str, num_dimensions: int, settings: Mapping[str, str]
 ) -> float | None:
-    """Return how many bytes each number of a tensor occupies in memory.
+    """Return how many bytes each number of a tensor needs after the model has converted the tensor.
 
-    Return None if a number has the same size in memory as in the file, or if `dtype` is unknown,
-    because the model then does not start.
+    Return None if the model does not convert the tensor.
+
+    Example: numbers with the type "F32" in the file, and {"dtype": "bfloat16"}, return 2.0.
     """
     if stored_type not in _CONVERTED_TYPES:  # for example integers, which stay unchanged
         return None
-    quantized = _QUANTIZED_BYTES.get(settings.get("weight_dtype", ""))
-    if quantized is not None and num_dimensions > 1:
-        return quantized
+    quantized_bytes = _QUANTIZED_BYTES.get(settings.get("weight_dtype", ""))
+    if quantized_bytes is not None and num_dimensions > 1:  # not a bias or a norm
+        return quantized_bytes
     dtype = settings.get("dtype", "auto")
-    if dtype != "auto":
-        return _DTYPE_BYTES.get(dtype)
-    # With `dtype` "auto", a model on a CPU converts float16 weights to float32. If the setting
-    # `device` is missing, the model may run on a CPU, so the larger size is assumed.
-    may_run_on_cpu = not settings.get("device", "").startswith("cuda")
-    return _FLOAT16_BYTES_ON_CPU if may_run_on_cpu and stored_type == "F16" else None
+    if dtype == "auto":
+        # If the setting `device` is missing, the model may run on a CPU, so the larger size is
+        # assumed.
+        may_run_on_cpu = not settings.get("device", "").startswith("cuda")
+        may_convert = may_run_on_cpu and stored_type == "F16"
+        return _FLOAT16_BYTES_ON_CPU if may_convert else None
+    return _DTYPE_BYTES.get(dtype)  # with an unknown `dtype`, the model does not start

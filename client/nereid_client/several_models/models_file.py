@@ -155,7 +155,7 @@ def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> 
         raise SettingsError(f"the file {path} must have at least one language model.")
     if memory_budget is None:
         return models
-    models = ModelsFile([_estimate_model(s, memory_budget, path) for s in specs], memory_budget)
+    models = ModelsFile([_with_memory(s, memory_budget, path) for s in specs], memory_budget)
     _check_memory_at_start(models, memory_budget, path)
     return models
 
@@ -217,11 +217,14 @@ def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
         )
 
 
-def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
+def _with_memory(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
     """Return a copy of `spec` that contains the estimated memory of the model.
 
     If the model is a language model and its settings contain no size of the KV cache, the default
-    size is added.
+    size is added to the settings. An error names the file `path`.
+
+    Raises: SettingsError if the setting kv_cache_memory is wrong, or if the model alone needs more
+        bytes of memory than `budget`.
     """
     settings = dict(spec.settings)
     if spec.kind == "llm" and not settings.get("kv_cache_memory"):
@@ -230,13 +233,17 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
         memory = estimate_memory(spec.path, settings)
     except SettingsError as error:
         raise SettingsError(f"[{spec.name}] in the file {path}: {error}") from None
+    _check_memory_of_model(spec.name, memory, budget, path)
+    return spec.model_copy(update={"settings": settings, "memory": memory})
+
+
+def _check_memory_of_model(name: str, memory: ModelMemory, budget: int, path: Path) -> None:
+    """Check that the model `name` alone fits into the memory budget."""
     if memory.total > budget:
         raise SettingsError(
-            f"[{spec.name}] in the file {path} needs {memory.describe()}, but "
-            f"memory_budget is {format_bytes(budget)}. Raise memory_budget, or lower "
-            "kv_cache_memory of the model."
+            f"[{name}] in the file {path} needs {memory.describe()}, but memory_budget is "
+            f"{format_bytes(budget)}. Raise memory_budget, or lower kv_cache_memory of the model."
         )
-    return spec.model_copy(update={"settings": settings, "memory": memory})
 
 
 def _check_request_names(specs: list[ModelSpec], path: Path) -> None:

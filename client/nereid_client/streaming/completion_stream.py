@@ -85,7 +85,11 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def add(self, item: PromptDelta) -> list[Json]:
-        """Return a list with the chunk for a delta. Return an empty list for an empty chunk."""
+        """Return a list with the chunk for a delta. Return an empty list for an empty chunk.
+
+        Also record the usage and the finish reason in the delta for the end of the stream.
+        `item` contains the index of a prompt, and the next delta for one of the prompt's choices.
+        """
         prompt, delta = item
         self.record_usage_and_end(prompt, delta)
         number = self.choice_number_of(prompt, delta)
@@ -94,9 +98,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         choice = _choice(delta.get("text", ""), delta)
         if self._options.logprobs:
             choice["logprobs"] = self._logprobs_of(number, delta)
-        # In a stream, a single delta can contain the prompt's token ids and also generated token
-        # ids.
-        choice |= _token_ids(self._options, prompt_delta=delta, delta=delta)
+        choice |= _token_ids(self._options, delta)
         return [self.chunk({"index": number, **choice})]
 
     def _logprobs_of(self, number: int, delta: Delta) -> Json | None:
@@ -194,7 +196,7 @@ def _whole_choice(
         choice["logprobs"] = _whole_logprobs(frame, options, echoed_prompt, prompt_total, total)
     if options.prompt_logprobs:
         choice["prompt_logprobs"] = prompt_logprobs(prompt_total.get("prompt_logprobs", []))
-    return choice | _token_ids(options, prompt_delta=prompt_total, delta=total)
+    return choice | _token_ids(options, total, prompt_total)
 
 
 def _whole_logprobs(
@@ -238,8 +240,16 @@ def _usage_without_dropped_tokens(options: CompletionOptions, total: Delta) -> U
     return prompt_usage
 
 
-def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta) -> Json:
-    """Return the fields with token ids. If the request does not ask for token ids, return {}."""
+def _token_ids(
+    options: CompletionOptions, delta: Delta, delta_with_prompt: Delta | None = None
+) -> Json:
+    """Return the fields with token ids. If the request does not ask for token ids, return {}.
+
+    Args:
+        options: the options that decide what the choice contains.
+        delta: the delta with the generated token ids.
+        delta_with_prompt: the delta with the token ids of the prompt. By default, `delta`.
+    """
     if not options.token_ids:
         return {}
     fields: Json = {}
@@ -247,6 +257,7 @@ def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta)
         # With max_tokens=0, the backend still generates one token in order to compute the
         # log-probabilities of the prompt. This token is dropped.
         fields["token_ids"] = [] if options.only_prompt else delta["token_ids"]
+    prompt_delta = delta if delta_with_prompt is None else delta_with_prompt
     if "prompt_token_ids" in prompt_delta:
         fields["prompt_token_ids"] = prompt_delta["prompt_token_ids"]
     return fields

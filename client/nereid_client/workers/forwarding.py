@@ -58,17 +58,19 @@ async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]
     such a worker.
 
     Args:
-        request: the request of the client. If another worker sent the request, nothing is sent, so
-            that two workers do not send a request to each other forever. The result is then empty.
+        request: the request that this worker has received. Its method, path and headers are sent.
         body: the JSON body to send.
     """
     place: WorkerPlace | None = request.app.state.worker
-    if place is None or is_from_worker(request.scope):
+    if place is None:  # there are no other workers
         return []
+    if is_from_worker(request.scope):  # two workers must not ask each other forever
+        return []
+    encoded_body = json.dumps(body).encode()
     answers = []
     for worker in place.others:
         try:
-            response = await _send(place, worker, request, json.dumps(body).encode())
+            response = await _send(place, worker, request, encoded_body)
         except ApiError:
             continue
         content = await response.read_all()

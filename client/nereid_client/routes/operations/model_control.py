@@ -40,7 +40,7 @@ async def unload_model(request: Request, model_id: str) -> dict[str, Any]:
 
 def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
     """Return the object that loads models, and the `ModelSpec` of the model named `model_id`."""
-    control = _control_of(request)
+    control = _check_permission(request)
     for spec in control.specs:
         if model_id in spec.names:
             return control, spec
@@ -53,8 +53,11 @@ def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
     )
 
 
-def _control_of(request: Request) -> ModelControl:
-    """Return the object that loads and unloads models."""
+def _check_permission(request: Request) -> ModelControl:
+    """Check that the client may load and unload models. Return the object that does this.
+
+    Raises: ApiError 403 if the server has a single model, or if the key file has the client's key.
+    """
     control = contexts_of(request).control
     if control is None:
         raise ApiError(

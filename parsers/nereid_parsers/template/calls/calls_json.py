@@ -157,8 +157,8 @@ def _declare_object_and_array(
 ) -> CallFormat:
     """Describe a template that writes one tool call as an object, but several calls as an array.
 
-    A model may write both forms, so the result declares the array and the object. `keys` are the
-    keys of both, such as `name`. There are two cases, which differ in the declared object:
+    A model may write both forms, so the result declares the array and the object. `single_object`
+    and `array` are the JSON of the two columns, and `keys` are their keys, such as `name`:
 
         one tool call          two tool calls                  declared object
         `<call>{..}</call>`    `<call>[{..}, {..}]</call>`     `{..}`

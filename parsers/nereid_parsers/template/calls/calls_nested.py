@@ -60,7 +60,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
         calls_markup = ListMarkup(item_open=call.before_name, item_close=call.after_arguments)
     if calls_markup is None:
         return None
-    # If the tag `<c>` has a marker, too, the inferred markup contains this marker at a wrong place.
+    # If `#` also precedes `<c>`, `item_close` wrongly contains the `#` of the second tool call.
     markup = _move_marker_to_next_tag(calls_markup, call.tag_marker)
     calls = calls_with_head(
         before_name=markup.item_open,  # `<c>`

@@ -136,8 +136,8 @@ def _find_markup(texts: CallTexts) -> _TaggedMarkup | None:
         )
     if calls_to_last_value is None:
         return None
-    # The text after the last value is `</arg></call>`. `list_markup` divides this text: `</arg>`,
-    # which also follows the first value, closes an argument, and `</call>` closes the tool call.
+    # `calls_to_last_value.item_close` is `</arg></call>`. `list_markup` divides this text: `</arg>`
+    # closes each argument, and `</call>`, which follows only the last argument, the tool call.
     arguments = list_markup(
         call.before_key, call.between_arguments, after=calls_to_last_value.item_close
     )
@@ -220,12 +220,13 @@ def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArgument
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
     string_close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(around_string.opening_tag(), string_close)
-    after_name = _text_around_argument(texts.number, _NUMBER_TEXT)
-    if after_name is None:  # The template does not render the number as "41".
+    number_in_call = _text_around_argument(texts.number, _NUMBER_TEXT)
+    if number_in_call is None:  # The template does not render the number as "41".
         return string_tags
-    before_key = after_name.before_key.removeprefix(arguments.open)  # `<p k="`
+    # In `><p k="`, the text `>` belongs to the header of the tool call, not to the argument.
+    before_key = number_in_call.before_key.removeprefix(arguments.open)
     # The parser finds an argument only by the text before its key, so this text must not be "".
-    around_number = after_name._replace(before_key=before_key or arguments.item_open)
+    around_number = number_in_call._replace(before_key=before_key or arguments.item_open)
     return _add_tags_of_number(string_tags, around_string, around_number)
 
 

@@ -273,23 +273,21 @@ def _json_body(
 def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     """Describe JSON that contains both the function's name and the arguments of a tool call.
 
-    The body is a JSON object with one tool call, or a JSON array of tool calls. `field` is the
-    declaration of the field `tool_calls`. The first of these members that is set decides:
-
-        transform_each    an array, because the rule in `transform` converts each item
-        repeats           an object, because the field occurs once for each tool call
-        transform         an object, because the rule converts the whole body into one tool call
-        none of them      an array with all tool calls of the message
+    The body is a JSON object with one tool call, or a JSON array of tool calls. The members of
+    `field`, the declaration of the field `tool_calls`, show which of them the model writes.
+    Example: {"repeats": true} declares an object.
 
     Raises:
         FormatError: The member `transform` is malformed.
     """
     keys = keys_of_transform(field.get("transform"))
     if field.get("transform_each"):
-        return JsonArray(keys)
-    if field.get("repeats") or field.get("transform"):
-        return JsonObject(keys)
-    return JsonArray(keys)
+        return JsonArray(keys)  # The rule in `transform` converts each item of an array.
+    if field.get("repeats"):
+        return JsonObject(keys)  # The field occurs once for each tool call.
+    if field.get("transform"):
+        return JsonObject(keys)  # The rule converts the whole body into one tool call.
+    return JsonArray(keys)  # The array contains all tool calls of the message.
 
 
 def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:

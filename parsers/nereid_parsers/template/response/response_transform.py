@@ -1,12 +1,4 @@
-"""Derive the JSON keys of a tool call from the field `transform` of a `response_template`.
-
-A transform describes how transformers builds a tool call from the JSON that the model has written.
-Placeholders refer to the keys of this JSON:
-
-    {"function": {"name": "{content.tool}", "arguments": "{content.args}"}}
-
-This transform shows that the model writes `{"tool": .., "args": ..}`.
-"""
+"""Derive the JSON keys of a tool call from the field `transform` of a `response_template`."""
 
 from __future__ import annotations
 

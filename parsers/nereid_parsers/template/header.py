@@ -1,10 +1,4 @@
-r"""Find the header of assistant messages, such as `<|im_start|>assistant`.
-
-The header is the text that opens every assistant message. The generation prompt is the text at the
-end of a prompt that opens the model's answer. Example: the generation prompt
-`<|im_start|>assistant\n<think>\n` consists of the header, `<|im_start|>assistant\n`, and of
-`<think>\n`, which belongs to the model's answer.
-"""
+"""Find the header, the text that opens every assistant message: `<|im_start|>assistant`."""
 
 from __future__ import annotations
 

@@ -216,9 +216,6 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
         rest = rest.removeprefix(found_prefixes[0]).lstrip()
 
 
-# ---- turns after a tool's result ----------------------------------------------------------------
-
-
 def header_after_result(turn: ModelTurn) -> str:
     """Return the header that the model must write after a tool's result, or "" if there is none.
 

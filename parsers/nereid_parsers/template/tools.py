@@ -237,9 +237,6 @@ def _render_call_with(renderer: CallRenderer, arguments: tuple[tuple[str, Any], 
     return renderer.text_of_calls(ProbeCall(arguments=arguments))
 
 
-# ---- the comparisons ----------------------------------------------------------------------------
-
-
 def render_one_call(renderer: CallRenderer) -> str:
     """Render a message with one tool call. Return the text of the tool call.
 
@@ -386,9 +383,6 @@ def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:
     end_of_first_turn, _, _ = between.partition(header)
     end_markers = markers(end_of_first_turn)
     return (header, *end_markers[:1])
-
-
-# ---- the format ---------------------------------------------------------------------------------
 
 
 def _infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:

@@ -79,9 +79,6 @@ class _JsonOfTwoCalls(NamedTuple):
         return list_markup(self.first.before, between, self.second.after)
 
 
-# ---- JSON that contains the name ----------------------------------------------------------------
-
-
 def read_json(texts: CallTexts) -> CallFormat | None:
     """Infer how a template writes tool calls as JSON objects or as members of a JSON array.
 
@@ -312,9 +309,6 @@ def _is_call(member: object, name: str) -> bool:
     if isinstance(member.get(name), dict):
         return True
     return find_path(member, lambda value: value == name) is not None
-
-
-# ---- a name, then JSON --------------------------------------------------------------------------
 
 
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:

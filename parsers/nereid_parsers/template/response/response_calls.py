@@ -1,10 +1,4 @@
-"""Convert the field `tool_calls` of a `response_template` into a `ToolSection` object.
-
-The field declares how the model writes tool calls. Example:
-
-    {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": true,
-     "transform": {"function": "{content}"}}
-"""
+"""Convert the field `tool_calls` of a `response_template` into a `ToolSection` object."""
 
 from __future__ import annotations
 

@@ -18,19 +18,30 @@ _Kinds = dict[str, MarkerKind]  # Maps each marker to its meaning.
 _NO_MARKERS = Lexer(())  # A lexer that finds no marker in any text.
 
 
+class MarkerLexer(Lexer):
+    """Finds markers such as `</think>`, and contains the meaning of each marker.
+
+    Attributes:
+        kinds: The meaning of each marker. Example: `{"</think>": CLOSE_REASONING}`.
+    """
+
+    def __init__(self, kinds: _Kinds) -> None:
+        """Create a lexer that finds the markers in `kinds`."""
+        super().__init__(kinds)
+        self.kinds = kinds
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledFormat:
     """The compiled description of how a model writes reasoning, content and tool calls.
 
     Attributes:
         layout: The layout of the format.
-        reasoning_markers: The lexer that finds the markers inside the reasoning.
+        reasoning_markers: The markers inside the reasoning, and their meaning.
         reasoning_closes: The lexer that finds the closing markers of the reasoning.
-        content_markers: The lexer that finds the markers inside the content.
+        content_markers: The markers outside the reasoning, and their meaning.
         content_only_markers: The lexer that finds markers in the state CONTENT_ONLY, in which the
             rest of the message is content. It finds only the markers around content and messages.
-        content_kinds: The markers outside the reasoning, with the meaning of each marker.
-        reasoning_kinds: The markers inside the reasoning, with the meaning of each marker.
         calls: The variants of a tool call. A variant is one of several ways to write a tool call.
         routes: The message headers.
         message_call: The declaration of a tool call that is a whole message. None if the format has
@@ -40,12 +51,10 @@ class CompiledFormat:
     """
 
     layout: Sections | Messages
-    reasoning_markers: Lexer
+    reasoning_markers: MarkerLexer
     reasoning_closes: Lexer
-    content_markers: Lexer
+    content_markers: MarkerLexer
     content_only_markers: Lexer
-    content_kinds: dict[str, MarkerKind]
-    reasoning_kinds: dict[str, MarkerKind]
     calls: CompiledCalls
     routes: tuple[CompiledHeader, ...] = ()
     message_call: CompiledCall | None = None
@@ -84,19 +93,16 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """
     end_kinds = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
     message_kinds = end_kinds | marker_kinds((layout.start,), MarkerKind.START_MESSAGE)
-    message_markers = Lexer(message_kinds)
+    message_markers = MarkerLexer(message_kinds)
     # The header shows whether a message is a tool call, so `{` in content does not start one.
     calls = compile_calls(layout.tools, allows_unmarked=False)
-    content_kinds = calls.kinds | message_kinds
     message_call = _compile_message_call(layout)
     return CompiledFormat(
         layout=layout,
         # Reasoning is a whole message, so there is no closing marker such as `</think>`.
         reasoning_markers=message_markers,
-        reasoning_kinds=message_kinds,
         reasoning_closes=_NO_MARKERS,
-        content_markers=Lexer(content_kinds),
-        content_kinds=content_kinds,
+        content_markers=MarkerLexer(calls.kinds | message_kinds),
         content_only_markers=Lexer(end_kinds),
         calls=calls,
         routes=tuple(CompiledHeader(route, layout, message_call) for route in layout.routes),
@@ -120,21 +126,17 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
     A message has up to three parts: the reasoning, the content, and content after which no tool
-    call may follow ("content only"). For each part, a Lexer finds the markers, and a dict such as
-    `content_kinds` contains the meaning of each marker. Example: `</think>` ends the reasoning.
+    call may follow ("content only"). For each part, a lexer finds the markers. Example: `</think>`
+    is a marker inside the reasoning.
     """
     calls = compile_calls(layout.tools, allows_unmarked=True)
-    end_kinds = marker_kinds(fmt.ends, MarkerKind.END)
-    reasoning_kinds = _kinds_in_reasoning(layout, calls, end_kinds)
+    end_kinds = marker_kinds(fmt.ends, MarkerKind.END)  # Such as `<|end|>`.
     content_only_kinds = _kinds_in_content_only(layout.content, end_kinds)
-    content_kinds = _kinds_in_content(layout, calls, content_only_kinds)
     return CompiledFormat(
         layout=layout,
-        reasoning_markers=Lexer(reasoning_kinds),
-        reasoning_kinds=reasoning_kinds,
+        reasoning_markers=MarkerLexer(_kinds_in_reasoning(layout, calls, end_kinds)),
         reasoning_closes=Lexer(_closing_kinds(layout.reasoning)),
-        content_markers=Lexer(content_kinds),
-        content_kinds=content_kinds,
+        content_markers=MarkerLexer(_kinds_in_content(layout, calls, content_only_kinds)),
         content_only_markers=Lexer(content_only_kinds),
         calls=calls,
     )

@@ -77,7 +77,7 @@ class ContentReader:
                 return State.CONTENT_ONLY
         if not marker:
             return None
-        handler = self._marker_handlers[self._format.content_kinds[marker]]
+        handler = self._marker_handlers[self._format.content_markers.kinds[marker]]
         next_state = handler(marker)
         return self._keep_marker(marker) if next_state is None else next_state
 
@@ -151,7 +151,7 @@ class ContentReader:
             self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
             return None
-        if self._format.content_kinds[marker] is MarkerKind.START_MESSAGE:
+        if self._format.content_markers.kinds[marker] is MarkerKind.START_MESSAGE:
             return self._header_reader.read_start_marker(marker)
         self._remove(marker)  # The marker ends the message.
         return State.CONTENT
@@ -171,10 +171,11 @@ class ContentReader:
         """
         last_text = self._buffer.unread()
         is_reasoning = state is State.REASONING
-        markers = self._format.reasoning_kinds if is_reasoning else self._format.content_kinds
+        fmt = self._format
+        lexer = fmt.reasoning_markers if is_reasoning else fmt.content_markers
         is_incomplete_marker = any(
             marker.startswith(last_text) and contains_first_tag(last_text, marker)
-            for marker in markers
+            for marker in lexer.kinds
         )
         if is_incomplete_marker:
             self._text_writer.drop_markup(self._buffer.take_unread())

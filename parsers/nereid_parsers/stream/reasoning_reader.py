@@ -120,7 +120,7 @@ class ReasoningReader:
             self._text_writer.write_reasoning(self._buffer.take_until(text_end))
         if not marker:
             return None
-        match self._format.reasoning_kinds[marker]:
+        match self._format.reasoning_markers.kinds[marker]:
             case MarkerKind.INTERRUPT:  # Such as `<tool_call>`.
                 return self._read_possible_call(marker)
             case MarkerKind.START_MESSAGE:  # Such as `<|start|>`.
@@ -208,7 +208,7 @@ class ReasoningReader:
             self._text_writer.write_content_exactly(self._buffer.take_until(text_end))
         if not marker:
             return None
-        match self._format.reasoning_kinds[marker]:
+        match self._format.reasoning_markers.kinds[marker]:
             case MarkerKind.INTERRUPT:  # Such as `<tool_call>`.
                 return self._read_possible_call(marker)
             case MarkerKind.CLOSE_REASONING:

@@ -67,7 +67,7 @@ class UnclassifiedReader:
         self._stored_text.append(self._buffer.take_until(text_end))
         if not marker:
             return None
-        closes_reasoning = self._format.content_kinds[marker] is MarkerKind.CLOSE_REASONING
+        closes_reasoning = self._format.content_markers.kinds[marker] is MarkerKind.CLOSE_REASONING
         return self._restart(is_reasoning=closes_reasoning)
 
     def finish(self) -> State:

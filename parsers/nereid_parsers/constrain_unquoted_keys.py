@@ -76,17 +76,14 @@ def _value_node(
 
     Examples of matching texts, if the text `<q>` encloses each string:
 
-        one of listed strings   `<q>Paris<q>`
-        any string              `<q>Paris<q>`
-        array                   `[<q>Paris<q>,<q>Rome<q>]`
-        object                  `{city:<q>Paris<q>}`
-        any other value         `3`, which is JSON text
+        string            `<q>Paris<q>`
+        array             `[<q>Paris<q>,<q>Rome<q>]`
+        object            `{city:<q>Paris<q>}`
+        any other value   `3`, which is JSON text
 
-    Args:
-        declaration: Declares the text before and after each string.
-        argument: The argument that is, or contains, the value. A restriction in `schema` that the
-            node does not enforce is reported for this argument.
-        schema: The JSON schema of the value.
+    `declaration` declares the text around each string. `schema` is the JSON schema of the value.
+    `argument` is, or contains, the value. A restriction in `schema` that the node does not enforce
+    is reported for this argument.
     """
     types = json_types_of(schema, root=schema)
     if _is_written_as_json(types, declaration.quote):

@@ -187,8 +187,7 @@ def _continued_message(fmt: FormatData, message_start: str, prompt: str) -> str:
         `..<|assistant|>Hi`   `Hi`, because the model's turn has started
         any other text        ""
 
-    `message_start` is the marker before each message. It is not empty, and contains no white space
-    at its ends. `fmt.turn` contains the markers that start the model's turn.
+    `message_start` is the marker before each message. This marker is never empty.
     """
     if prompt.rstrip().endswith(message_start):
         return message_start

@@ -90,7 +90,6 @@ class CallWriter:
 
         `new_id` generates an id for a tool call to which the model gave no id.
         """
-        # The settings of the writer, which do not change during the message.
         self.tools = tools
         # With the policy RAW, invalid arguments are returned unchanged. With any other policy, they
         # are repaired or discarded, so the writer stores all arguments until they are complete.
@@ -98,7 +97,6 @@ class CallWriter:
         self._policy = policy
         self._events = events
         self._new_id = new_id
-        # The state of the message.
         self.is_open = False
         self.last_index = -1
         self.num_started = 0

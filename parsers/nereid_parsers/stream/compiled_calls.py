@@ -16,8 +16,8 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # Shorter markers, such as "}", are ignored, because such texts often occur in content.
 _MIN_CLOSING_MARKER_CHARS = 4
 # If the opening marker is missing, the parser recognises a tool call by the first text of its
-# header, for example `<function=`. Header texts with fewer characters than this are ignored,
-# because short texts often occur in content.
+# header, such as `<function=`. This is the minimum length of such a text, in characters, because
+# shorter texts often occur in content.
 _MIN_HEAD_MARKER_CHARS = 8
 
 

@@ -38,16 +38,15 @@ class CompiledFormat:
     Attributes:
         layout: The layout of the format.
         reasoning_markers: The markers inside the reasoning, and their meaning.
-        reasoning_closes: The lexer that finds the closing markers of the reasoning.
+        reasoning_closes: The closing markers of the reasoning.
         content_markers: The markers outside the reasoning, and their meaning.
-        content_only_markers: The lexer that finds markers in the state CONTENT_ONLY, in which the
-            rest of the message is content. It finds only the markers around content and messages.
+        content_only_markers: The markers in the state CONTENT_ONLY, in which the rest of the
+            message is content. Only markers around content and messages have a meaning there.
         calls: The variants of a tool call. A variant is one of several ways to write a tool call.
         routes: The message headers.
         message_call: The declaration of a tool call that is a whole message. None if the format has
             no message headers.
-        message_markers: The lexer that finds the markers that start or end a message. It finds no
-            markers if the format has no message headers.
+        message_markers: The markers that start or end a message, if messages have headers.
     """
 
     layout: Sections | Messages

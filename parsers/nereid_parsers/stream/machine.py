@@ -113,8 +113,7 @@ class Machine:
     def _enter(self, state: State) -> None:
         """Change the state to `state`, and select the method that reads text in this state."""
         self._state = state
-        # The method is looked up here once, and not again for each piece of text. This is faster,
-        # because the state changes rarely.
+        # It is faster to look up the method here than for each piece of text.
         self._read = self._read_methods[state]
 
     def start(self, start_point: StartPoint) -> None:

@@ -85,9 +85,8 @@ class TextWriter:
     Attributes:
         has_content: Whether content other than white space has been written.
         is_after_marker: Whether a marker or a tool call directly precedes the next text. Blank
-            lines at the start of that text are then removed together with the marker. At the start
-            of a message, the ReasoningReader sets this attribute to true if the prompt ends with a
-            marker such as `<think>`.
+            lines at the start of that text are then removed together with the marker. The marker
+            may be in the prompt.
     """
 
     __slots__ = (

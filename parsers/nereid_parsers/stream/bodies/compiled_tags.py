@@ -252,12 +252,8 @@ class CompiledTags:
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `text[pos]`.
 
-        Example: for a format with the tag `<parameter={key}>`, the text `<parameter=city>` gives a
-        `TagOpening` with the fields `{"key": "city"}`.
-
-        Returns:
-            The matched tag. NEED_MORE if more text could complete a tag, as in `<param`. NO_MATCH
-            if no tag starts at `pos`.
+        Examples for the tag `<parameter={key}>`: the text `<parameter=city>` gives a `TagOpening`
+        with the fields `{"key": "city"}`, `<param` gives NEED_MORE, and `Paris` gives NO_MATCH.
         """
         if text.startswith("</", pos):
             return NO_MATCH  # With the declaration `<{key}>`, a closing tag would match, too.

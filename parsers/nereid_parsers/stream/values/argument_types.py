@@ -86,10 +86,7 @@ class Tools:
         return name in self.parameters
 
     def may_have_argument(self, function: str, key: str) -> bool:
-        """Return True if `function` declares the argument `key`.
-
-        Also return True if the declared arguments of `function` are not known.
-        """
+        """Return whether `function` declares the argument `key`, or declares no arguments."""
         properties = self.parameters.get(function, {}).get("properties")
         return key in properties if isinstance(properties, Mapping) else True
 

@@ -9,9 +9,8 @@ from enum import Enum
 from nereid_parsers.stream.values.argument_types import Tools, escape_surrogates, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
-# The maximum number of white-space characters before the first key. If there are more, the filter
-# no longer searches for the key, and returns all text. Without this limit, the parsing time would
-# not be linear, because the search starts again with each new piece of text.
+# The maximum number of white-space characters before the first key. After more white space, the
+# filter returns all text, because the search for the key starts again with each piece of text.
 _MAX_WHITESPACE_CHARS = 64
 _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 

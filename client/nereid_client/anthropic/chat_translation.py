@@ -48,21 +48,24 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     }
     if isinstance(request, MessagesRequest):
         translated |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or None}
-    messages = request.chat_messages
-    # If several fields have the same name, the last field is used. Translated fields therefore
-    # replace copied fields.
-    # If the last message has the role "assistant", the answer continues this message.
-    fields_to_continue: Json = {}
-    if messages[-1]["role"] == "assistant":
-        fields_to_continue = {"continue_final_message": True, "add_generation_prompt": False}
+    # Translated fields replace copied fields of the same name, because they come later.
     return {
         **_without_nulls(copied),
         **_without_nulls(translated),
-        "messages": messages,
-        **fields_to_continue,
+        **_message_fields(request.chat_messages),
         **_tool_fields(request),
-        # If the body contains `cache_control`, set prompt_cache_retention and prompt_cache_key.
-        **_fields_of_cache_control(body),
+        **_cache_fields(body),
+    }
+
+
+def _message_fields(messages: list[Json]) -> Json:
+    """Return the messages, and the fields that let the answer continue a last assistant message."""
+    if messages[-1]["role"] != "assistant":
+        return {"messages": messages}
+    return {
+        "messages": messages,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
     }
 
 
@@ -81,7 +84,7 @@ def _tool_fields(request: CountTokensRequest) -> Json:
     return fields
 
 
-def _fields_of_cache_control(body: Mapping[str, Any]) -> Json:
+def _cache_fields(body: Mapping[str, Any]) -> Json:
     """Return the fields that make the server retain the cached prefix of a request.
 
     Return an empty dict if the request has no cache_control.

@@ -191,9 +191,8 @@ def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) ->
         raise _wrong_type_error(given, type_name, place, kinds)
     block = validated(kinds[type_name], given, place)
     if isinstance(block, _ImageBlock):
-        _ = _image_url(block, place)  # only a check: raises a FieldError if the source is wrong
+        _check_image_source(block, place)
     if isinstance(block, _ToolResultBlock):
-        # The content of a tool result is a string or a list of blocks.
         content = _read_blocks(block.content or "", f"{place}.content", _RESULT_BLOCKS)
         return block.model_copy(update={"content": content})
     return block
@@ -317,14 +316,24 @@ def _text_and_image_parts(blocks: Sequence[_Block]) -> list[Json]:
     parts: list[Json] = []
     for block in blocks:
         if isinstance(block, _ImageBlock):
-            parts.append({"type": "image_url", "image_url": {"url": _image_url(block, "image")}})
+            parts.append({"type": "image_url", "image_url": {"url": _image_url(block)}})
         elif isinstance(block, _TextBlock):
             parts.append({"type": "text", "text": block.text})
     return parts
 
 
-def _image_url(block: _ImageBlock, place: str) -> str:
-    """Return the URL of an image block.
+def _check_image_source(block: _ImageBlock, place: str) -> None:
+    if _image_url(block) is None:
+        raise FieldError(
+            f"{place}.source",
+            f"{place}.source must have the type 'base64' and the fields 'media_type' and 'data', "
+            f"or the type 'url' and the field 'url', but its type is "
+            f"{shown(block.source.get('type'))}",
+        )
+
+
+def _image_url(block: _ImageBlock) -> str | None:
+    """Return the URL of an image block, or None if the source of the image is wrong.
 
     Example: the source {"type": "base64", "media_type": "image/png", "data": "iVBO"} returns
     "data:image/png;base64,iVBO".
@@ -337,11 +346,7 @@ def _image_url(block: _ImageBlock, place: str) -> str:
             return f"data:{media_type};base64,{data}"
     if kind == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
-    raise FieldError(
-        f"{place}.source",
-        f"{place}.source must have the type 'base64' and the fields 'media_type' and 'data', or "
-        f"the type 'url' and the field 'url', but its type is {shown(kind)}",
-    )
+    return None
 
 
 def _result_content(block: _ToolResultBlock) -> str | list[Json]:

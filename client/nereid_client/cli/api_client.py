@@ -127,13 +127,14 @@ def _incomplete_response_error(url: str, reason: str) -> FailureError:
     )
 
 
-def fetch_json(url: str, body: Json | None = None, list_field: str = "data") -> Json:
-    """Send a request, and return the JSON object in the response.
+def fetch_from_openai_api(url: str, body: Json | None = None, list_field: str = "data") -> Json:
+    """Send a request to an OpenAI API, and return the JSON object in the response.
 
     Args:
         url: the URL of the request.
         body: the body of a POST request. None sends a GET request.
-        list_field: a field that the object must have. The value of the field must be a list.
+        list_field: a field of the object, which must contain a list. Otherwise, the server at the
+            URL has no OpenAI API. In most responses of OpenAI's API, this field is "data".
 
     Raises: CliError if the URL is wrong. FailureError if the request fails, or if the response is
         not such an object.
@@ -176,7 +177,7 @@ def first_model(url: str) -> str:
 
     Raises: CliError if the server has no model.
     """
-    models = fetch_json(f"{url}/v1/models")["data"]
+    models = fetch_from_openai_api(f"{url}/v1/models")["data"]
     if not models:
         raise FailureError(
             f"{url} serves no model. Load a model, or give the name of one with --model."

@@ -14,7 +14,7 @@ from nereid_client.cli.api_client import (
     Json,
     base_url,
     events_of,
-    fetch_json,
+    fetch_from_openai_api,
     first_model,
     send,
 )
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         # `read_stdin` raises a CliError if stdin is a terminal or has no text.
         question = _user_message(read_stdin(), images)
         body = {**fields, "messages": [*opening, question]}
-        print_json(fetch_json(f"{url}/v1/chat/completions", body, "choices"))
+        print_json(fetch_from_openai_api(f"{url}/v1/chat/completions", body, "choices"))
         return 0
     if not sys.stdin.isatty():
         # A message with images needs no text.
@@ -184,35 +184,53 @@ def _send_message(url: str, fields: Json, messages: list[Json], question: Json) 
 
 
 def _print_response(events: Iterator[Json], answer: list[str]) -> None:
-    """Print a response while it arrives. The content starts on a new line after the reasoning.
-
-    In a terminal, reasoning is printed in a dim colour.
+    """Print the tool calls, the reasoning and the content of a response while they arrive.
 
     Mutates: answer. Each piece of the content is appended after it is printed, so that `answer` is
         complete even if the user stops the response.
     """
-    dim, normal = (_DIM_STYLE, _NORMAL_STYLE) if sys.stdout.isatty() else ("", "")
-    is_reasoning = False  # whether the last piece was reasoning
+    writer = _StyledWriter()
     deltas = (choice["delta"] for event in events for choice in event["choices"])
     try:
         for delta in deltas:
             _print_call_pieces(delta.get("tool_calls") or ())
             if reasoning := delta.get("reasoning"):
-                if not is_reasoning:
-                    sys.stdout.write(dim)
-                    is_reasoning = True
-                write_model_text(reasoning)
+                writer.write_reasoning(reasoning)
             if content := delta.get("content"):
-                if is_reasoning:
-                    sys.stdout.write(f"{normal}\n")
-                    is_reasoning = False
-                write_model_text(content)
+                writer.write_content(content)
                 answer.append(content)
             sys.stdout.flush()
     finally:
-        if is_reasoning:
-            sys.stdout.write(normal)
+        writer.restore_style()
     say()
+
+
+class _StyledWriter:
+    """Writes the reasoning and the content of a response. In a terminal, reasoning is dim."""
+
+    def __init__(self) -> None:
+        is_terminal = sys.stdout.isatty()
+        self._dim, self._normal = (_DIM_STYLE, _NORMAL_STYLE) if is_terminal else ("", "")
+        self._is_reasoning = False  # whether the last piece was reasoning
+
+    def write_reasoning(self, text: str) -> None:
+        if not self._is_reasoning:
+            sys.stdout.write(self._dim)
+            self._is_reasoning = True
+        write_model_text(text)
+
+    def write_content(self, text: str) -> None:
+        """Write a piece of the content. The content starts on a new line after the reasoning."""
+        if self._is_reasoning:
+            self.restore_style()
+            sys.stdout.write("\n")
+        write_model_text(text)
+
+    def restore_style(self) -> None:
+        """Write following text in the normal style."""
+        if self._is_reasoning:
+            sys.stdout.write(self._normal)
+            self._is_reasoning = False
 
 
 def _print_call_pieces(pieces: Sequence[Json]) -> None:

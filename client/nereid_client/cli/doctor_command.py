@@ -30,18 +30,25 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
     checkpoint, the command describes this checkpoint instead. It then accepts the flag --load,
     which loads the checkpoint. The exit code is 1 if a check failed.
     """
-    if context.args and not context.args[0].startswith("-"):
-        _print_results_and_exit(describe_checkpoint(context.args), as_json=as_json)
+    has_checkpoint_path = bool(context.args) and not context.args[0].startswith("-")
+    if has_checkpoint_path:
+        results = describe_checkpoint(context.args)
+    else:
+        results = _check_machine_and_flags(context.args)
+    _print_results_and_exit(results, as_json=as_json)
+
+
+def _check_machine_and_flags(flags: list[str]) -> list[dict[str, object]]:
+    """Check the machine, and whether `nereid serve` could start with these flags."""
     checks: dict[str, Callable[[], str]] = {
         "Python": _check_python,
         "numpy": _check_numpy,
         "libpython": lambda: str(find_libpython()),
         "C++ compiler": _check_compiler,
         "memory": _check_memory,
-        "nereid serve": lambda: _check_serve_flags(context.args),
+        "nereid serve": lambda: _check_serve_flags(flags),
     }
-    results = [_run_check(name, check) for name, check in checks.items()]
-    _print_results_and_exit(results, as_json=as_json)
+    return [_run_check(name, check) for name, check in checks.items()]
 
 
 def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:

@@ -35,16 +35,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
     Raises: SystemExit if an argument is wrong, or if --help is given.
     """
-    parser = build_parser(argv[:1])
+    command = argv[:1]  # a list with the name of the command, or [] if there is no argument
+    parser = build_parser(command)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(_explain_unknown(args, unknown[0]))
-    # argparse also accepts the arguments for tritonserver without the -- before them.
-    num_after_dashes = len(argv) - argv.index("--") - 1 if "--" in argv else 0
-    arguments = getattr(args, "tritonserver_args", [])
-    if len(arguments) > num_after_dashes:
+    # argparse also accepts arguments for tritonserver that are not after "--". Such an argument is
+    # an error, for example the path in `nereid serve checkpoints/llm`.
+    accepted = getattr(args, "tritonserver_args", [])
+    after_dashes = argv[argv.index("--") + 1 :] if "--" in argv else []
+    if len(accepted) > len(after_dashes):
         parser.error(
-            f"{args.command} does not have the argument {arguments[0]}. Give a checkpoint with "
+            f"{args.command} does not have the argument {accepted[0]}. Give a checkpoint with "
             "--model, and arguments for tritonserver after --."
         )
     return args

@@ -71,22 +71,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Install the server and write the launcher, unless both are up to date.
+    """Install the server and write the launcher, unless both are up to date. Return exit code 0.
 
-    Returns: the exit code 0.
-
-    Raises: CliError if a file cannot be written.
+    Raises: FailureError if a file cannot be written. CliError if the library libpython is missing.
     """
     try:
-        return _install(args)
+        _install(args)
     except OSError as error:
         raise FailureError(
             f"The server or its launcher {launcher_path()} cannot be written ({error}). Free some "
             "space or change the permissions, and run `nereid install-server` again."
         ) from None
+    return 0
 
 
-def _install(args: argparse.Namespace) -> int:
+def _install(args: argparse.Namespace) -> None:
     """Install the wheel, copy the stub for this Python version, and write the launcher.
 
     A wheel that is already installed, and a launcher that is up to date, are left unchanged.
@@ -105,7 +104,6 @@ def _install(args: argparse.Namespace) -> int:
         say(f"install-server: wrote {launcher}, which starts {server / 'bin' / 'tritonserver'}")
     else:
         say(f"install-server: {launcher} is up to date")
-    return 0
 
 
 def default_target() -> Path:

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from nereid_client.cli.api_client import Json, base_url, events_of, fetch_json, first_model, send
+from nereid_client.cli.api_client import (
+    Json,
+    base_url,
+    events_of,
+    fetch_from_openai_api,
+    first_model,
+    send,
+)
 from nereid_client.cli.output import (
     DEFAULT_URL,
     JsonOption,
@@ -47,7 +54,7 @@ def complete(
         "temperature": temperature,
     }
     if as_json:
-        print_json(fetch_json(f"{server}/v1/completions", body, "choices"))
+        print_json(fetch_from_openai_api(f"{server}/v1/completions", body, "choices"))
         return
     with send(f"{server}/v1/completions", body | {"stream": True}) as response:
         for event in events_of(response):
@@ -74,7 +81,7 @@ def embed(
     if not as_json:
         _check_width_of_similarities(len(given))
     body: Json = {"input": given} | ({"model": model} if model else {})
-    answer = fetch_json(f"{base_url(url)}/v1/embeddings", body)
+    answer = fetch_from_openai_api(f"{base_url(url)}/v1/embeddings", body)
     if as_json:
         print_json(answer)
         return
@@ -135,7 +142,7 @@ def rerank(
     """Sort documents by their relevance to a query."""
     given = texts_or_stdin(documents or [])
     body: Json = {"query": query, "documents": given} | ({"model": model} if model else {})
-    answer = fetch_json(f"{base_url(url)}/v1/rerank", body, "results")
+    answer = fetch_from_openai_api(f"{base_url(url)}/v1/rerank", body, "results")
     if as_json:
         print_json(answer)
         return
@@ -148,7 +155,7 @@ def rerank(
 
 def models(url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """List the models that a server serves."""
-    answer = fetch_json(f"{base_url(url)}/v1/models")
+    answer = fetch_from_openai_api(f"{base_url(url)}/v1/models")
     if as_json:
         print_json(answer)
         return

@@ -4,7 +4,7 @@ import argparse
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,14 +240,20 @@ def _variable_value(flag: str, value: Any) -> str | None:  # noqa: ANN401 - the 
 
     If the flag is not given, return None.
     """
-    if flag == "--lora":  # the value is a list, which is empty if the flag is not given
-        return ",".join(map(_absolute_adapter, value)) or None
-    if value is None:
+    is_given = value is not None and value != []  # a flag that can be repeated has a list
+    if not is_given:
         return None
-    is_path = flag in ("--config", "--draft-model")
-    if is_path and value != "":  # the empty text means that there is no draft model
-        return str(startup_checks.absolute_path(value, flag))
-    return str(value)
+    convert = _CONVERTERS_OF_PATHS.get(flag, str)
+    return convert(value)
+
+
+_CONVERTERS_OF_PATHS: dict[str, Callable[[Any], str]] = {
+    "--lora": lambda adapters: ",".join(map(_absolute_adapter, adapters)),
+    "--config": lambda path: str(startup_checks.absolute_path(path, "--config")),
+    # The empty text stays empty. It means that there is no draft model.
+    "--draft-model": lambda path: path and str(startup_checks.absolute_path(path, "--draft-model")),
+}
+"""Maps each flag whose value contains paths to a function that makes the paths absolute."""
 
 
 def _flags_by_variable() -> dict[str, str]:

@@ -57,19 +57,11 @@ def find_tritonserver(given: Path | None) -> Path:
     Raises: CliError if the program was not found or cannot run.
     """
     if given is not None:
-        if not (given.is_file() and os.access(given, os.X_OK)):
-            raise CliError(
-                f"--tritonserver: {given} is not an executable file. Give the path of the program "
-                "tritonserver, or leave --tritonserver out."
-            )
+        _check_executable(given)
         return given.absolute()
     launcher = launcher_path()
     if launcher.is_file() and LAUNCHER_MARK in launcher.read_text(errors="replace"):
-        # The server that `nereid install-server` installs uses the packages of this environment.
-        # Check that libpython, numpy 1 and the backend are available.
-        find_libpython()
-        startup_checks.check_embedded_numpy()
-        startup_checks.check_backend_is_installed()
+        _check_packages_of_server()
         return launcher
     found = shutil.which("tritonserver")
     if found is None:
@@ -77,6 +69,21 @@ def find_tritonserver(given: Path | None) -> Path:
             "The program tritonserver was not found. Run `nereid install-server` to install it."
         )
     return Path(found)
+
+
+def _check_executable(given: Path) -> None:
+    if not (given.is_file() and os.access(given, os.X_OK)):
+        raise CliError(
+            f"--tritonserver: {given} is not an executable file. Give the path of the program "
+            "tritonserver, or leave --tritonserver out."
+        )
+
+
+def _check_packages_of_server() -> None:
+    """Check libpython, numpy 1 and the backend, which the server uses from this environment."""
+    find_libpython()
+    startup_checks.check_embedded_numpy()
+    startup_checks.check_backend_is_installed()
 
 
 def find_repository(given: Path | None) -> Path:

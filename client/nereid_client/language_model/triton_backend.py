@@ -220,20 +220,26 @@ class TritonBackend:
     async def _check_dead_model(self) -> bool:
         """Return whether a model's process has died. The server still reports the model as ready.
 
-        If the last response said so, send a small request, because the server may have restarted.
+        The last response tells whether the process has died. If it has, the server may have
+        restarted since then, so a new response is requested.
         """
         if self._is_model_dead:
-            probe = Generation(
-                "health", text_input="a", sampling_parameters=TEST_SAMPLING_PARAMETERS
-            )
-            with suppress(BackendError, TimeoutError):
-                async with (
-                    asyncio.timeout(_PROBE_TIMEOUT_S),
-                    aclosing(self.generate(probe)) as deltas,
-                ):
-                    async for _ in deltas:
-                        pass
+            await self._update_is_model_dead()
         return self._is_model_dead
+
+    async def _update_is_model_dead(self) -> None:
+        """Generate a short answer, because `generate` sets `_is_model_dead` for each response.
+
+        If no response arrives within the timeout, `_is_model_dead` stays unchanged.
+        """
+        probe = Generation("health", text_input="a", sampling_parameters=TEST_SAMPLING_PARAMETERS)
+        with suppress(BackendError, TimeoutError):
+            async with (
+                asyncio.timeout(_PROBE_TIMEOUT_S),
+                aclosing(self.generate(probe)) as deltas,
+            ):
+                async for _ in deltas:  # only the assignment in `generate` matters
+                    pass
 
     async def close(self) -> None:
         """Close the connection."""
@@ -301,25 +307,30 @@ def _text_tensor(name: str, text: str) -> InputTensor:
 def _with_fields(text: str, generation: Generation) -> str:
     """Append fields about the client and the LoRA adapter to the JSON object in `text`.
 
-    If the object already contains one of these fields, the result contains the key twice. JSON
-    parsers then use the last value, so a client cannot replace the appended value.
+    The text is not parsed, because it can be several megabytes long. If the object already contains
+    one of the fields, the result contains the key twice. JSON parsers use the last value, so a
+    client cannot replace the appended value.
 
     Example: '{"n": 1}' returns '{"n": 1, "client_id": "a", "client_weight": 1.0}'.
     """
-    values: dict[str, object] = {}
-    if generation.client_id:
-        values = {"client_id": generation.client_id, "client_weight": generation.client_weight}
-    if generation.priority is not None:
-        values["priority"] = generation.priority
-    if generation.lora_name:
-        values["lora_name"] = generation.lora_name
-    if not values:
+    fields = _fields_of_frontend(generation)
+    if not fields:
         return text
-    # The JSON text is not parsed, because it can be several megabytes long.
-    given = text.rstrip().removesuffix("}").rstrip()
-    added = json.dumps(values, ensure_ascii=False).removeprefix("{")
-    separator = "" if given == "{" else ", "
-    return given + separator + added
+    opened_object = text.rstrip().removesuffix("}").rstrip()  # such as '{"n": 1'
+    separator = "" if opened_object == "{" else ", "
+    return opened_object + separator + json.dumps(fields, ensure_ascii=False).removeprefix("{")
+
+
+def _fields_of_frontend(generation: Generation) -> dict[str, object]:
+    """Return the fields of a request that the frontend sets, and not the client."""
+    fields: dict[str, object] = {}
+    if generation.client_id:
+        fields = {"client_id": generation.client_id, "client_weight": generation.client_weight}
+    if generation.priority is not None:
+        fields["priority"] = generation.priority
+    if generation.lora_name:
+        fields["lora_name"] = generation.lora_name
+    return fields
 
 
 def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:

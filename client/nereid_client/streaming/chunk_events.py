@@ -79,10 +79,9 @@ async def chunk_events(
 ) -> AsyncGenerator[bytes]:
     """Yield a stream of chunks as server-sent events.
 
-    If there are several choices, their chunks alternate. Each yield causes a write to the socket.
-    Therefore, the opening chunks and the chunks for the first item are yielded together. The same
-    applies to the chunks that end the last choice, the usage and [DONE]. If the backend fails, its
-    error is the last event, and [DONE] does not follow.
+    Each yield causes a write to the socket. Therefore, the opening chunks and the chunks for the
+    first item are yielded together. The same applies to the chunks that end the last choice, the
+    usage and [DONE]. If the backend fails, its error is the last event, and [DONE] does not follow.
 
     Args:
         builder: builds the chunks, and records which choices have not finished yet.
@@ -94,8 +93,8 @@ async def chunk_events(
     try:
         while item is not None:
             unsent += [sse.event(chunk) for chunk in builder.add(item)]
-            have_all_choices_finished = not builder.unfinished_choices
-            if unsent and not have_all_choices_finished:
+            # The chunks that end the last choice stay unsent until the usage and [DONE] follow.
+            if unsent and builder.unfinished_choices:
                 yield b"".join(unsent)
                 unsent = []
             item = await anext(rest, None)

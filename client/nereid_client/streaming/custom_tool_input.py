@@ -15,12 +15,12 @@ _CLOSING = re.compile(r'"[ \t\r\n]*(?:\}[ \t\r\n]*)?\Z')
 """The text after the input, or the beginning of this text."""
 _WHITE_SPACE = " \t\r\n"
 
-_PLAIN = re.compile(r'[^"\\]+')
+_PLAIN_TEXT = re.compile(r'[^"\\]+')
 _HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _LOW = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPE = re.compile(rf'{_HIGH}{_LOW}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]')
 """An escape of JSON. The two escapes of a surrogate pair are one match."""
-_CUT_ESCAPE = re.compile(
+_INCOMPLETE_ESCAPE = re.compile(
     rf"(?:\\(?:u[0-9a-fA-F]{{0,3}})?|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)\Z"
 )
 r"""The beginning of an escape at the end of a text, such as `\u00`, or `\ud83d\u` of a pair."""
@@ -87,21 +87,23 @@ class InputDecoder:
 
         Such a part is an incomplete escape such as `\u00`, or a quotation mark that may end the
         arguments.
+
+        Example: the unread text `the word \"no\"\u00` returns `the word "no"`. The rest `\u00`
+        stays unread.
         """
         decoded: list[str] = []
         text, at = self._unread, 0  # `at` is the index of the next character in the unread text
         while at < len(text):
-            if _CUT_ESCAPE.match(text, at) or self._can_be_end_of_arguments(at):
+            if _INCOMPLETE_ESCAPE.match(text, at) or self._can_be_end_of_arguments(at):
                 break
-            if plain := _PLAIN.match(text, at):
-                part = plain[0]
-                decoded.append(part)
+            if plain := _PLAIN_TEXT.match(text, at):
+                part = meaning = plain[0]
             elif escape := _ESCAPE.match(text, at):
                 part = escape[0]
-                decoded.append(_decoded(part))
+                meaning = _decoded(part)
             else:  # A quotation mark or a backslash without a meaning in JSON stays unchanged.
-                part = text[at]
-                decoded.append(part)
+                part = meaning = text[at]
+            decoded.append(meaning)
             at += len(part)
         self._unread = text[at:]
         return "".join(decoded)

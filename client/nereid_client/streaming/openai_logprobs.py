@@ -69,17 +69,13 @@ class CompletionLogprobs:
     def __init__(self, *, tokens_as_ids: bool = False, echoed_prompt: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
         self._echoed_prompt = echoed_prompt
-        # The end of the choice's text. The text of tokens that have already been located is
-        # removed.
-        self._recent_text = echoed_prompt
-        self._recent_start = 0  # the position of `_recent_text` in the text of the choice
-        self._next_position = 0  # the position after the last token that was found
+        self._text = _LocatedText(echoed_prompt)  # the text of the choice
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add_prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
         """Return the part of the field `logprobs` that describes the echoed prompt.
 
-        Call this method before `add`.
+        Call this method before `add`, because the text of the choice starts with the prompt.
 
         Example: the prompt "a cat" of the tokens 5 and 7, with the log-probabilities [None,
         {"7": {"decoded_token": " cat", "logprob": -0.1, ...}}], returns {"tokens": ["a", " cat"],
@@ -102,11 +98,11 @@ class CompletionLogprobs:
                 for token_id, entries in zip(token_ids, logprobs, strict=True)
             ],
             "top_logprobs": [self._likely_prompt_tokens(entries) for entries in logprobs],
-            "text_offset": [self._locate(text, is_text_complete=True) for text in texts],
+            "text_offset": [self._text.locate(text, is_text_complete=True) for text in texts],
         }
         # The text of the first delta starts directly after the prompt. The search for the next
         # token therefore starts there, even if the last token of the prompt was not found.
-        self._next_position = len(self._echoed_prompt)
+        self._text.next_position = len(self._echoed_prompt)
         return part
 
     def _likely_prompt_tokens(
@@ -128,23 +124,17 @@ class CompletionLogprobs:
     def add(self, text: str, entries: Iterable[TokenLogprob], *, is_last: bool) -> Json:
         """Return the part of the field `logprobs` that describes one delta.
 
-        Mutates: `_recent_text`, to which `text` is appended, and `_next_position`, at which the
-            search for the tokens of the next delta starts.
-
         Args:
             text: the text of the delta. It may end before the text of the last tokens, which then
                 arrives with a later delta.
             entries: the log-probabilities of the delta's tokens.
             is_last: whether this is the last delta of the choice, so that no text is still to come.
         """
-        # Remove the text before `_next_position`, because its tokens have been located.
-        num_located_chars = min(self._next_position - self._recent_start, len(self._recent_text))
-        self._recent_text = self._recent_text[num_located_chars:] + text
-        self._recent_start += num_located_chars
+        self._text.append(text)
         part = _empty()
         for entry in entries:
             self._skip_incomplete_character(entry, is_text_complete=is_last)
-            position = self._locate(self._decode(entry), is_text_complete=is_last)
+            position = self._text.locate(self._decode(entry), is_text_complete=is_last)
             part["text_offset"].append(position)
             part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
@@ -174,7 +164,7 @@ class CompletionLogprobs:
         # In UTF-8, bytes 10xxxxxx continue a character. Any other byte starts a new one.
         if raw and raw[0] & 0xC0 != 0x80:
             incomplete_character = self._decoder.decode(b"", final=True)
-            self._locate(incomplete_character, is_text_complete=is_text_complete)
+            self._text.locate(incomplete_character, is_text_complete=is_text_complete)
 
     def _decode(self, entry: TokenLogprob) -> str:
         """Add the bytes of a token to the decoder, and return the characters that are now complete.
@@ -186,16 +176,30 @@ class CompletionLogprobs:
             return entry["token"]
         return self._decoder.decode(bytes(entry["bytes"]))
 
-    def _locate(self, piece: str, *, is_text_complete: bool) -> int:
-        """Return the position of a token's text in the text of the choice.
 
-        `_recent_text` is only the last part of this text: it starts at the position
-        `_recent_start`, because the text of earlier tokens is removed.
+class _LocatedText:
+    """The text of a choice, in which the texts of the tokens are located one after the other.
+
+    Attributes:
+        next_position: the position at which the text of the next token is expected.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.next_position = 0
+        self._recent_text = text  # the end of the text, from the position `_recent_start` on
+        self._recent_start = 0
+
+    def append(self, text: str) -> None:
+        """Append text. Remove the text of the tokens that have already been located."""
+        num_located_chars = min(self.next_position - self._recent_start, len(self._recent_text))
+        self._recent_text = self._recent_text[num_located_chars:] + text
+        self._recent_start += num_located_chars
+
+    def locate(self, piece: str, *, is_text_complete: bool) -> int:
+        """Return the position of the next token, and continue the search after this token.
 
         Example: in the text "ab cd", the pieces "ab" and " cd" return 0 and 2. A piece that is not
         in the text returns the position of the next token.
-
-        Mutates: `_next_position`, so that the search for the next token starts after this token.
 
         Args:
             piece: the text of the token.
@@ -203,34 +207,32 @@ class CompletionLogprobs:
                 piece whose text has not arrived yet gets the position directly after the previous
                 token.
         """
-        is_first_token = self._next_position == 0
+        is_first_token = self.next_position == 0
         if is_first_token:  # some tokenizers put a space before it, which the text does not have
             piece = _without_added_space(piece, self._recent_text)
-        index = self._find(piece, is_text_complete=is_text_complete)
-        if index is None:
+        position = self._find(piece, is_text_complete=is_text_complete)
+        if position is None:
             end_of_text = self._recent_start + len(self._recent_text)
-            return min(self._next_position, end_of_text)
-        position = self._recent_start + index
-        self._next_position = position + len(piece)
+            return min(self.next_position, end_of_text)
+        self.next_position = position + len(piece)
         return position
 
     def _find(self, piece: str, *, is_text_complete: bool) -> int | None:
-        """Find a token's text in `_recent_text`. Return its index, or None if it is not found.
+        """Return the position of a token's text, or None if the text does not contain it.
 
-        The text is first expected directly after the previous token, at `_next_position`.
-        `_recent_text` contains only the text of the choice from the position `_recent_start` on.
+        `_recent_text` contains only the text from the position `_recent_start` on.
         """
-        expected_index = self._next_position - self._recent_start
+        expected_index = self.next_position - self._recent_start
         arrived = self._recent_text[expected_index : expected_index + len(piece)]
-        has_arrived = arrived == piece
-        # If only the beginning of the piece has arrived, `arrived` is this beginning, such as "ab"
-        # for the piece "abc". If nothing has arrived, `arrived` is "".
-        may_still_arrive = not is_text_complete and piece.startswith(arrived)
-        if has_arrived or may_still_arrive:
-            return expected_index
+        if arrived == piece:
+            return self.next_position
+        # Perhaps only the beginning of the piece has arrived, such as "ab" or "" for the piece
+        # "abc". The rest of the piece then follows at the same position.
+        if not is_text_complete and piece.startswith(arrived):
+            return self.next_position
         search_end = expected_index + _SEARCH_CHARS + len(piece)
         index = self._recent_text.find(piece, expected_index, search_end)
-        return None if index < 0 else index
+        return None if index < 0 else self._recent_start + index
 
 
 def join_logprobs(parts: Iterable[Json]) -> Json:

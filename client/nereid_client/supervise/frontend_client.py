@@ -30,7 +30,7 @@ class Answer:
     is_late: bool = False
 
     @property
-    def is_settled(self) -> bool:
+    def is_success(self) -> bool:
         """Whether the model has answered, or will not answer because a client has unloaded it.
 
         A server that restarts has loaded the model again, but the frontend still refuses requests.

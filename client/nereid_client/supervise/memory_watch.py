@@ -61,105 +61,6 @@ class Memory:
     available: int
 
 
-class MemoryWatch:
-    """Checks the memory of all descendants of this process once a second."""
-
-    def __init__(
-        self,
-        budget: int,
-        complain: Callable[[str], None],
-        *,
-        processes: Callable[[], Sequence[ProcessMemory]] | None = None,
-        memory: Callable[[], Memory] | None = None,
-        kill: Callable[[int], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Compute the limits from the total memory. Only tests replace the default functions.
-
-        Args:
-            budget: the largest number of bytes of one process. 0 means 80 % of the memory.
-            complain: a function that prints a message for the user.
-            processes: a function that returns the memory of each process.
-            memory: a function that returns the memory of the machine.
-            kill: a function that kills a process.
-            clock: a function that returns a time in seconds. The time never decreases.
-        """
-        self._processes = processes or read_processes
-        self._memory = memory or read_memory
-        self._kill = kill or _kill
-        self._complain = complain
-        self._clock = clock
-
-        # The limits in bytes.
-        total_bytes = self._memory().total
-        self._budget = budget or int(total_bytes * _DEFAULT_SHARE)
-        # The largest process is killed if fewer than this number of bytes are available.
-        self._reserve = min(int(total_bytes * _RESERVE_SHARE), _MAX_RESERVE)
-
-        # The state of `check`. Maps the id of each process above the budget to the time at which
-        # `check` first found that the process uses too much memory.
-        self._over_since: dict[int, float] = {}
-        self._check_due = 0.0  # the time of the next check
-
-    def check(self) -> None:
-        """Kill a process that uses too much memory. Read the memory at most once a second.
-
-        A process above the budget is killed only after `_TOLERATED_S` seconds. The first check that
-        finds such a process prints a warning. If no process is killed for this reason, but the
-        memory of the machine is nearly exhausted, the largest process is killed.
-
-        Mutates: `_over_since`, which contains the processes above the budget, and `_check_due`.
-        """
-        now = self._clock()
-        if now < self._check_due:
-            return
-        self._check_due = now + _CHECK_EVERY_S
-        processes = self._processes()
-        over_budget = [process for process in processes if process.num_bytes > self._budget]
-        over_before = self._over_since  # the processes that the last check found above the budget
-        self._over_since = {
-            process.pid: over_before.get(process.pid, now) for process in over_budget
-        }
-        for process in over_budget:
-            if process.pid not in over_before:
-                self._warn(process)
-            elif now - over_before[process.pid] >= _TOLERATED_S:
-                self._kill_for_restart(process, "it has exceeded its budget for too long")
-                return
-        self._kill_largest_if_memory_is_low(processes)
-
-    def _warn(self, process: ProcessMemory) -> None:
-        """Print a warning that a process exceeds its memory budget."""
-        self._complain(
-            f"nereid: {process.name} uses {process.num_bytes // _MIB} MiB of memory, but the "
-            f"budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
-        )
-
-    def _kill_largest_if_memory_is_low(self, processes: Sequence[ProcessMemory]) -> None:
-        """If the available memory is less than the reserve, kill the largest process.
-
-        If even the largest process is small, no process is killed, because other programs use the
-        memory.
-        """
-        available = self._memory().available
-        largest = max(processes, key=lambda process: process.num_bytes, default=None)
-        is_memory_low = available < self._reserve
-        if not is_memory_low or largest is None or largest.num_bytes < _SMALLEST_VICTIM:
-            return
-        self._kill_for_restart(largest, f"only {available // _MIB} MiB of memory are available")
-
-    def _kill_for_restart(self, process: ProcessMemory, reason: str) -> None:
-        """Kill a process, and print the reason. The parent process then starts it again."""
-        self._complain(
-            f"nereid: {process.name} (process {process.pid}) uses {process.num_bytes // _MIB} MiB "
-            f"of memory and is restarted, because {reason}"
-        )
-        self._over_since.pop(process.pid, None)
-        self._kill(process.pid)
-        # The next check waits, because the kernel needs time to free the memory.
-        self._check_due = self._clock() + _TOLERATED_S
-
-
 def read_processes() -> list[ProcessMemory]:
     """Return the memory of all descendants of this process."""
     found = []
@@ -246,3 +147,102 @@ def _describe(pid: int) -> str:
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+class MemoryWatch:
+    """Checks the memory of all descendants of this process once a second."""
+
+    def __init__(
+        self,
+        budget: int,
+        complain: Callable[[str], None],
+        *,
+        processes: Callable[[], Sequence[ProcessMemory]] = read_processes,
+        memory: Callable[[], Memory] = read_memory,
+        kill: Callable[[int], None] = _kill,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Compute the limits from the total memory. Only tests replace the default functions.
+
+        Args:
+            budget: the largest number of bytes of one process. 0 means 80 % of the memory.
+            complain: a function that prints a message for the user.
+            processes: a function that returns the memory of each process.
+            memory: a function that returns the memory of the machine.
+            kill: a function that kills a process.
+            clock: a function that returns a time in seconds. The time never decreases.
+        """
+        self._complain = complain
+        self._read_processes = processes
+        self._read_memory = memory
+        self._kill = kill
+        self._clock = clock
+
+        # The limits in bytes.
+        total_bytes = memory().total
+        self._budget = budget or int(total_bytes * _DEFAULT_SHARE)
+        # The largest process is killed if fewer than this number of bytes are available.
+        self._reserve = min(int(total_bytes * _RESERVE_SHARE), _MAX_RESERVE)
+
+        # The state of `check`. Maps the id of each process above the budget to the time at which
+        # `check` first found that the process uses too much memory.
+        self._over_since: dict[int, float] = {}
+        self._check_due = 0.0  # the time of the next check
+
+    def check(self) -> None:
+        """Kill a process that uses too much memory. Read the memory at most once a second.
+
+        A process above the budget is killed only after `_TOLERATED_S` seconds. The first check that
+        finds such a process prints a warning. If no process is killed for this reason, but the
+        memory of the machine is nearly exhausted, the largest process is killed.
+
+        Mutates: `_over_since`, which contains the processes above the budget, and `_check_due`.
+        """
+        now = self._clock()
+        if now < self._check_due:
+            return
+        self._check_due = now + _CHECK_EVERY_S
+        processes = self._read_processes()
+        over_budget = [process for process in processes if process.num_bytes > self._budget]
+        over_before = self._over_since  # the processes that the last check found above the budget
+        self._over_since = {
+            process.pid: over_before.get(process.pid, now) for process in over_budget
+        }
+        for process in over_budget:
+            if process.pid not in over_before:
+                self._warn(process)
+            elif now - over_before[process.pid] >= _TOLERATED_S:
+                self._kill_for_restart(process, "it has exceeded its budget for too long")
+                return
+        self._kill_largest_if_memory_is_low(processes)
+
+    def _warn(self, process: ProcessMemory) -> None:
+        """Print a warning that a process exceeds its memory budget."""
+        self._complain(
+            f"nereid: {process.name} uses {process.num_bytes // _MIB} MiB of memory, but the "
+            f"budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
+        )
+
+    def _kill_largest_if_memory_is_low(self, processes: Sequence[ProcessMemory]) -> None:
+        """If the available memory is less than the reserve, kill the largest process.
+
+        If even the largest process is small, no process is killed, because other programs use the
+        memory.
+        """
+        available = self._read_memory().available
+        largest = max(processes, key=lambda process: process.num_bytes, default=None)
+        is_memory_low = available < self._reserve
+        if not is_memory_low or largest is None or largest.num_bytes < _SMALLEST_VICTIM:
+            return
+        self._kill_for_restart(largest, f"only {available // _MIB} MiB of memory are available")
+
+    def _kill_for_restart(self, process: ProcessMemory, reason: str) -> None:
+        """Kill a process, and print the reason. The parent process then starts it again."""
+        self._complain(
+            f"nereid: {process.name} (process {process.pid}) uses {process.num_bytes // _MIB} MiB "
+            f"of memory and is restarted, because {reason}"
+        )
+        self._over_since.pop(process.pid, None)
+        self._kill(process.pid)
+        # The next check waits, because the kernel needs time to free the memory.
+        self._check_due = self._clock() + _TOLERATED_S

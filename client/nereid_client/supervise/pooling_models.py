@@ -89,29 +89,36 @@ def add_flags(group: "argparse._ArgumentGroup") -> None:
 
 
 def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[PoolingModel]:
-    """Return the pooling models to serve.
-
-    The checkpoint of a model is the value of a flag, or else the value of an environment variable.
-    If neither is set, the demo checkpoint is used. A model is not served if the value is "none", or
-    if no value is set and there is no demo checkpoint.
+    """Return the pooling models to serve: an embedding model, a reranker, both or none.
 
     Args:
         args: the flags of `nereid serve`.
-        repository: the model repository. A demo checkpoint is used only if this repository
-            contains the model.
+        repository: the folder of the model repository.
 
     Raises: CliError if a path is not a checkpoint, or if the model repository lacks the model.
     """
-    models = []
-    for flag, (kind, demo_folder, _) in _FLAGS.items():
-        attribute = flag.removeprefix("--").replace("-", "_")  # such as "embedding_model"
-        checkpoint = getattr(args, attribute, None) or os.environ.get(_variable(kind, "MODEL"))
-        demo = repository.parent / "demo" / demo_folder
-        if not checkpoint and _has_model(repository, kind) and demo.is_dir():
-            checkpoint = str(demo)
-        if checkpoint and checkpoint != NOT_SERVED:
-            models.append(_pooling_model(flag, checkpoint, repository))
-    return models
+    checkpoints = {flag: _checkpoint_of(flag, args, repository) for flag in _FLAGS}
+    return [
+        _pooling_model(flag, checkpoint, repository)
+        for flag, checkpoint in checkpoints.items()
+        if checkpoint is not None
+    ]
+
+
+def _checkpoint_of(flag: str, args: argparse.Namespace, repository: Path) -> str | None:
+    """Return the checkpoint that a flag or its environment variable selects. None means no model.
+
+    If neither is set, return the demo checkpoint, unless the checkpoint or its model in the model
+    repository does not exist. The value "none" selects no model.
+    """
+    kind, demo_folder, _ = _FLAGS[flag]
+    attribute = flag.removeprefix("--").replace("-", "_")  # such as "embedding_model"
+    value = getattr(args, attribute, None) or os.environ.get(_variable(kind, "MODEL"))
+    if value:
+        return None if value == NOT_SERVED else str(value)
+    demo = repository.parent / "demo" / demo_folder
+    has_demo = _has_model(repository, kind) and demo.is_dir()
+    return str(demo) if has_demo else None
 
 
 def _has_model(repository: Path, kind: str) -> bool:
@@ -178,14 +185,15 @@ class PoolingWarmUp(threading.Thread):
 
         The models load at the same time, so this method can wait for one model after the other.
 
-        Mutates: `curls`, to which a shell command for each example request is added. If a model
+        Mutates: `curls` and `failure`, which are the results of this thread. For each model that
+            succeeds, a shell command for its example request is added to `curls`. If a model
             cannot answer, `failure` becomes the reason, and the other models are not tested.
         """
         self._server_is_ready.wait()  # the warm-up of the language model sets this event
         for model in self._models:
             path, body = model.example
             answer = self._post_until_available(path, body)
-            if not answer.is_settled:
+            if not answer.is_success:
                 self.failure = (
                     f"the model {model.name} cannot answer its first request: {answer.text}"
                 )
@@ -195,7 +203,7 @@ class PoolingWarmUp(threading.Thread):
     def _post_until_available(self, path: str, body: dict[str, Any]) -> Answer:
         """Repeat a POST request while the model is unavailable, and return the final response."""
         answer = self._frontend.post(path, body)
-        while answer.status in _UNAVAILABLE and not answer.is_settled:
+        while answer.status in _UNAVAILABLE and not answer.is_success:
             time.sleep(_POLL_EVERY_S)
             answer = self._frontend.post(path, body)
         return answer

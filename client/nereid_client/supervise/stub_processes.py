@@ -22,6 +22,7 @@ from pathlib import Path
 
 from nereid_client.supervise.child_processes import (
     ZOMBIE,
+    Process,
     children_of,
     command_line,
     is_waiting_for_a_child,
@@ -85,12 +86,10 @@ class StubWatch:
     def find_dead_model(self) -> str | None:
         """Search for a stub process that has died, and return the name of its model, or None.
 
-        A stub runs one Python model. A stub that has ended is a zombie until its parent, the Triton
-        server, reaps it. Afterwards it has disappeared: `process_of` returns None. The stub counts
-        as dead only after it has been in one of these two states for some time.
+        A stub is a process that runs one Python model. The Triton server starts the stubs.
 
-        Mutates: `_models` and `_dead_since`, which contain the observed stubs and those that have
-            ended. If a model is returned, also `has_stub_crashed`.
+        Mutates: `_models`, to which new stubs are added. If a model is returned, also
+            `has_stub_crashed`.
         """
         now = self._clock()
         if now >= self._rescan_due:
@@ -98,26 +97,32 @@ class StubWatch:
             self._find_new_stubs()
         for pid, model in list(self._models.items()):
             process = process_of(pid)
-            is_running = process is not None and process.state != ZOMBIE
-            if is_running:
-                continue
-            has_disappeared = process is None
-            # The server itself ends a stub in two cases: the server unloads the stub's model, or
-            # the stub cannot load its model.
-            may_have_been_ended = self._can_unload or not self.are_models_loaded
-            if has_disappeared and may_have_been_ended:
-                self._forget(pid)
-                continue
-            # When the server stops, its stubs disappear shortly before the server itself. This is
-            # no failure, so a stub that has disappeared counts as dead only after a longer time.
-            limit_s = _DISAPPEARED_S if has_disappeared else _ZOMBIE_S
-            dead_since = self._dead_since.setdefault(pid, now)
-            if now - dead_since >= limit_s:
-                # The exit status shows whether a signal such as SIGSEGV ended the stub. It can be
-                # read only while the stub is a zombie.
+            if self._has_died(pid, process, now):
+                # The exit status shows whether a signal such as SIGSEGV ended the stub. Only the
+                # process table entry of a zombie contains this status.
                 self.has_stub_crashed = process is not None and process.has_crashed
                 return model
         return None
+
+    def _has_died(self, pid: int, process: Process | None, now: float) -> bool:
+        """Return whether a stub process has been dead for some time.
+
+        A stub that has ended is a zombie until its parent, the Triton server, reaps it. Afterwards
+        the stub has disappeared, and `process` is None.
+
+        Mutates: `_dead_since`, which records the time of the first call that finds the stub dead.
+        """
+        if process is not None and process.state != ZOMBIE:
+            return False
+        has_disappeared = process is None
+        # The server itself ends a stub in two cases: the server unloads the stub's model, or the
+        # stub cannot load its model.
+        may_have_been_ended = self._can_unload or not self.are_models_loaded
+        if has_disappeared and may_have_been_ended:
+            self._forget(pid)
+            return False
+        limit_s = _DISAPPEARED_S if has_disappeared else _ZOMBIE_S
+        return now - self._dead_since.setdefault(pid, now) >= limit_s
 
     def _forget(self, pid: int) -> None:
         """Stop observing the stub process with the id `pid`."""

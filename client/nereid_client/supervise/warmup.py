@@ -52,7 +52,7 @@ class WarmUp(threading.Thread):
         if answer.status == 400:  # the model has no chat template, but it can complete a text
             path, fields = _TEXT_REQUEST
             answer = self._request_token(path, fields)
-        if answer.is_settled:
+        if answer.is_success:
             self.curl = self._frontend.curl(path, {"model": self._frontend.model, **fields})
         else:
             self.failure = f"the model cannot answer its first request: {answer.text}"

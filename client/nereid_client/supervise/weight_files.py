@@ -52,16 +52,17 @@ def tensors_of(path: Path) -> list[dict[str, Any]]:
     """Return the headers of all tensors in a safetensors file.
 
     A header has the keys dtype, shape and data_offsets. The list is empty if the file is damaged or
-    cannot be read. For example, JSON that is not an object causes an AttributeError.
+    cannot be read.
     """
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
             if length > _MAX_HEADER_BYTES:
                 return []
-            return _tensors(json.loads(file.read(length)))
-    except (OSError, ValueError, struct.error, AttributeError, RecursionError):
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error, RecursionError):
         return []
+    return _tensors(header) if isinstance(header, dict) else []
 
 
 def _first_damage(files: Sequence[Path]) -> str | None:
@@ -74,18 +75,15 @@ def _damage_of_file(path: Path) -> str | None:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            start = file.read(_LENGTH_BYTES)
+            start = file.read(len(_LFS_POINTER))
             if size < _LENGTH_BYTES:
                 return f"the file {path} is incomplete: it has {size} bytes. Download it again."
-            (length,) = struct.unpack("<Q", start)
+            (length,) = struct.unpack_from("<Q", start)
             if length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-                # The file may be a Git LFS pointer. Such a file contains only text, so its first 8
-                # bytes are not a length.
-                is_pointer = (start + file.read(len(_LFS_POINTER))).startswith(_LFS_POINTER)
-                return _wrong_length_message(path, size, length, is_pointer=is_pointer)
+                return _wrong_length_message(path, size, length, start)
+            file.seek(_LENGTH_BYTES)
             header = json.loads(file.read(length))
-        tensor_ends = [tensor["data_offsets"][1] for tensor in _tensors(header)]
-        expected_size = _LENGTH_BYTES + length + max(tensor_ends, default=0)
+        expected_size = _LENGTH_BYTES + length + _num_tensor_bytes(header)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         return f"the header of the file {path} cannot be read ({reason}). Download it again."
@@ -97,9 +95,19 @@ def _damage_of_file(path: Path) -> str | None:
     return None
 
 
-def _wrong_length_message(path: Path, size: int, length: int, *, is_pointer: bool) -> str:
-    """Return the error message for a file whose first 8 bytes give an impossible header length."""
-    if is_pointer:
+def _num_tensor_bytes(header: dict[str, Any]) -> int:
+    """Return the number of bytes of all tensors: the largest end of a tensor in the header."""
+    tensor_ends: list[int] = [tensor["data_offsets"][1] for tensor in _tensors(header)]
+    return max(tensor_ends, default=0)
+
+
+def _wrong_length_message(path: Path, size: int, length: int, start: bytes) -> str:
+    """Return the error message for a file whose first 8 bytes give an impossible header length.
+
+    The file may be a Git LFS pointer, which contains only text, and no length. `start` contains the
+    first bytes of the file.
+    """
+    if start.startswith(_LFS_POINTER):
         return (
             f"the file {path} is only a pointer of Git LFS. Run `git lfs pull` to download the "
             "weights."

@@ -41,6 +41,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def check_settings_of_several_workers(settings: Settings) -> None:
     """Check that all settings can be used with several workers.
 
+    The key file is checked here, too, so that a wrong file causes one error before the workers
+    start. Otherwise, each worker would fail with this error.
+
     Raises: SettingsError if a setting requires a single worker, or if the key file is wrong.
     """
     count = settings.frontend_workers
@@ -57,7 +60,7 @@ def check_settings_of_several_workers(settings: Settings) -> None:
             f"{settings.max_total_body_bytes}. Each worker may use an equal part of "
             "max_total_body_bytes."
         )
-    if settings.api_key_file:
+    if settings.api_key_file:  # each worker reads the keys again
         read_key_file(Path(settings.api_key_file))
 
 
@@ -133,9 +136,7 @@ class WorkerPool:
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
-        # This call creates the databases of all workers, because opening a missing database creates
-        # it. Otherwise, several workers could create the same database at the same time.
-        _delete_requests_and_responses(places[0])
+        _create_databases(places[0])
         for place in places:
             self._workers.append(_Worker(place, self._start(place)))
         self._drain_if_signalled()
@@ -336,6 +337,14 @@ def _clean_up_if_ended(worker: _Worker) -> None:
     # A missing socket means that the clean-up is complete, or that the worker was never ready.
     if has_ended and _remove_socket(worker.place):
         _delete_requests_and_responses(worker.place)
+
+
+def _create_databases(place: WorkerPlace) -> None:
+    """Create the databases that all workers share. Each worker has the paths in its `place`.
+
+    If the databases were missing, several workers could create them at the same time.
+    """
+    _delete_requests_and_responses(place)  # opening a missing database creates it
 
 
 def _delete_requests_and_responses(place: WorkerPlace) -> None:

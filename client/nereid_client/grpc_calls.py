@@ -137,9 +137,7 @@ class TritonCalls:
     ) -> Any:  # noqa: ANN401 - a protobuf message
         """Call a method of the Triton server, and return the response.
 
-        A new task, `reader`, waits for the response. If the calling task is cancelled, this method
-        cancels the gRPC call, but not `reader`, because gRPC would then leak memory. After the end
-        of the call, `reader` ends in the background.
+        If the calling task is cancelled, this method cancels the gRPC call.
 
         Raises:
             grpc.RpcError: the call failed.
@@ -152,14 +150,20 @@ class TritonCalls:
         try:
             return await asyncio.shield(reader)
         except asyncio.CancelledError:
-            # A CancelledError has two possible causes: this task was cancelled, or the server
-            # cancelled the call.
             was_cancelled_by_server = not _is_current_task_cancelled()
             if was_cancelled_by_server:
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
-            _cancel_only_call(call)  # `reader` then ends by itself
-            self._run_in_background(_wait_for_end(reader))
+            self._cancel_call(call, reader)
             raise
+
+    def _cancel_call(self, call: Any, reader: asyncio.Future[Any]) -> None:  # noqa: ANN401
+        """Cancel a gRPC call, but not the task `reader`, which waits for the response.
+
+        If `reader` were cancelled, gRPC would leak memory. Instead, `reader` ends in the background
+        after the end of the call.
+        """
+        _cancel_only_call(call)
+        self._run_in_background(_wait_for_end(reader))
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a background task that runs a coroutine to its end.

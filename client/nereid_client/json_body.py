@@ -67,13 +67,15 @@ def _describe_json_error(error: ValueError, raw: bytes) -> str:
             return "The request body must be a JSON object, but it is empty"
         place = f"line {error.lineno}, column {error.colno}"
         return f"The request body is not valid JSON at {place}: {error.msg}"
-    # Any other error is about a number: NaN, an infinite number, a number that is too large for a
-    # float, or an integer with thousands of digits.
-    reason = str(error)
-    if "digits" in reason:
-        # Python's message about a long integer names a Python function, so it is replaced.
-        reason = f"an integer has more than {sys.get_int_max_str_digits()} digits"
-    return f"The request body has an invalid number: {reason}"
+    # `_reject_constant` and `_finite_float` raise the other errors, except the error about an
+    # integer with thousands of digits. Python raises this error, and its message names a Python
+    # function. The parser calls no function of this module for integers, because lists of token
+    # ids are long.
+    is_about_long_integer = "digits" in str(error)
+    if is_about_long_integer:
+        limit = sys.get_int_max_str_digits()
+        return f"The request body has an invalid number: an integer has more than {limit} digits"
+    return f"The request body has an invalid number: {error}"
 
 
 def _reject_constant(name: str) -> NoReturn:

@@ -176,9 +176,6 @@ def frame_for(request: Request, body: GenerationRequest, prefix: str) -> Complet
 async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, Any]:
     """Read and parse the JSON body of a request to the language model, and check the body's size.
 
-    The size is checked before the body is read, while it arrives, before it is parsed, and at last
-    in the parsed body, so that a large body costs little and does not delay other clients.
-
     Args:
         request: the HTTP request.
         max_prompts: the largest number of prompts that the body may contain.
@@ -193,11 +190,20 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
     limits = await context_of(request).limits.get()
     if limits is None:  # the tokenizer model, which also checks the limits, has published none yet
         return await read_body(request)
+    return await _read_body_within_limits(request, limits, max_prompts)
+
+
+async def _read_body_within_limits(
+    request: Request, limits: RequestLimits, max_prompts: int
+) -> dict[str, Any]:
+    """Read and parse a body. Check its size before, during and after each of these two steps.
+
+    The first checks are only estimates, but they refuse a large body before it costs much time and
+    delays other clients.
+    """
     limits.check_size(_content_length(request), max_prompts)
     raw = await _read_with_limit(request, limits)
-    # Check the actual size, too. Without Content-Length, the first check assumed an empty body. If
-    # the body has fewer prompts than `max_prompts`, the limit is also lower than in the first
-    # check.
+    # Content-Length may be missing, and the body may have fewer prompts than `max_prompts`.
     limits.check_size(len(raw), _max_possible_prompts(raw, max_prompts))
     body = await _parse_in_turn(request, raw)
     limits.check_parsed_body(body)

@@ -45,7 +45,7 @@ _EXPIRED_IN_QUEUE = "the request waited"
 
 _ABORT_PATHS = ("/abort_request", "/abort_requests")
 _OVERLOADED = (503, 529)
-"""The HTTP statuses with which an overloaded server rejects a request."""
+"""The HTTP statuses with which an overloaded server rejects a request. Anthropic's API has 529."""
 
 
 class Gate:
@@ -234,19 +234,12 @@ class AdmissionControl:
 
         The gate limits the number of running requests. A throttle limits the requests of one client
         to one path after the server has rejected many of these requests.
-
-        Two health checks of `nereid serve` may run at the same time without being counted, because
-        `nereid serve` restarts a server that does not answer. A further health check is treated as
-        any other request.
         """
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return
         client = current_client.get()
-        # `nereid serve` never uses a key of the key file. A request with such a key is therefore no
-        # health check of `nereid serve`, even if its user agent is "nereid-serve".
-        may_be_check = is_from_supervisor(scope) and not client.name
-        if may_be_check and self._num_checks < _MAX_CHECKS:
+        if self._is_admitted_check(scope, client):
             await self._answer_health_check(scope, receive, send)
             return
         now = time.monotonic()
@@ -260,6 +253,17 @@ class AdmissionControl:
             await self._app(scope, receive, self._observe_rejections(key, send, now))
         finally:
             self._gate.leave(client)
+
+    def _is_admitted_check(self, scope: Scope, client: Client) -> bool:
+        """Return whether a request is a health check of `nereid serve` that is always admitted.
+
+        `nereid serve` restarts a server that does not answer. Any client can send the user agent of
+        `nereid serve`, so at most _MAX_CHECKS such requests are admitted at the same time.
+        Further requests are treated as any other request.
+        """
+        # `nereid serve` never uses a key of the key file. Only such a key gives a client a name.
+        may_be_check = is_from_supervisor(scope) and not client.name
+        return may_be_check and self._num_checks < _MAX_CHECKS
 
     def _enter_gate_or_reject(
         self, client: Client, throttle: Throttle | None, now: float
@@ -284,11 +288,7 @@ class AdmissionControl:
         return None
 
     async def _answer_health_check(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a health check from `nereid serve`. Health checks are not counted as requests.
-
-        Only _MAX_CHECKS such requests run at a time without being counted, because any client can
-        send the user agent of `nereid serve`.
-        """
+        """Handle a health check from `nereid serve`. Health checks are not counted as requests."""
         self._num_checks += 1
         try:
             await self._app(scope, receive, send)
@@ -298,11 +298,11 @@ class AdmissionControl:
     def _observe_rejections(self, key: tuple[str, str], send: Send, started: float) -> Send:
         """Wrap `send` in a function that also records rejections by the server.
 
-        A rejection is a response with the status 503 and the header Retry-After. Only routes that
-        call a model send such a response. In Anthropic's API, the status is 529. The throttle
-        repeats the error message in the body when it rejects later requests.
+        A rejection is a response with a status in `_OVERLOADED` and the header Retry-After. Only
+        routes that call a model send such a response. Its first message contains the status and the
+        headers, and its second message contains the body.
         """
-        # The header Retry-After of a rejection whose body has not arrived yet, or None.
+        # None, except between the two messages of a rejection. The value is then the header.
         retry_after: str | None = None
 
         async def send_observed(message: Message) -> None:

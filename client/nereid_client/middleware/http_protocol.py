@@ -156,7 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._has_headers = True
         if self.scope["http_version"] == "1.0":
-            _send_without_chunks(self.cycle)
+            _disable_chunked_encoding(self.cycle)
         is_waiting = bool(self.pipeline)
         if not is_waiting:
             self._running = self.cycle
@@ -283,24 +283,26 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def _send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Let uvicorn answer an HTTP/1.0 request without chunks, because HTTP/1.0 has no chunks.
+def _disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
+    """Let uvicorn answer an HTTP/1.0 request without chunked encoding, which HTTP/1.0 lacks.
 
-    uvicorn 0.54 sends chunks if a response has no Content-Length, for example a stream. Without
-    chunks and Content-Length, the response ends when uvicorn closes the connection. uvicorn closes
-    each connection with HTTP/1.0 after the response.
+    uvicorn 0.54 has no setting for this. It uses chunked encoding for each response without
+    Content-Length, for example a stream. Without chunked encoding, the response ends when uvicorn
+    closes the connection. uvicorn closes each connection with HTTP/1.0 after the response.
+
+    Mutates: the attributes `chunked_encoding` and `send` of `cycle`, which sends the response.
     """
     send = cycle.send
     cycle.chunked_encoding = False  # None lets uvicorn choose
 
-    async def send_without_chunks(message: Any) -> None:  # noqa: ANN401 - uvicorn's signature
+    async def send_of_unknown_length(message: Any) -> None:  # noqa: ANN401 - uvicorn's signature
         # uvicorn subtracts the length of each message from the expected length of the response.
         # The result must not be negative, and must be 0 after the last message. The length of the
         # response is unknown, so each message sets the expected length to its own length.
         cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
-    cycle.send = send_without_chunks  # type: ignore[method-assign]
+    cycle.send = send_of_unknown_length  # type: ignore[method-assign]
 
 
 def protocol_class(timeout_s: float, unread_s: float) -> type[asyncio.Protocol]:

@@ -53,14 +53,21 @@ def _raise_settings_errors(labels: Mapping[str, str] | None = None) -> Iterator[
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        # Examples: pydantic's message "Input should be a valid integer, unable to parse string as
-        # an integer" becomes "the value must be a valid integer", and "String should have at least
-        # 1 character" becomes "the value must have at least 1 character".
-        message = re.sub("^Value error, |, unable to .*", "", first["msg"])
-        requirement = re.sub(r"^\w+ should ", "the value must ", message)
+        requirement = _requirement(first["msg"])
         # The message must not contain an API key, because messages are logged.
         value = "has another value" if name == "api_key" else f"is {first['input']!r}"
         raise SettingsError(f"{labels.get(name, name)}: {requirement}, but it {value}.") from None
+
+
+def _requirement(message: str) -> str:
+    """Reword a message of pydantic so that it tells what the value of a setting must be.
+
+    Examples: "Input should be a valid integer, unable to parse string as an integer" returns "the
+    value must be a valid integer". "String should have at least 1 character" returns "the value
+    must have at least 1 character".
+    """
+    without_cause = re.sub("^Value error, |, unable to .*", "", message)
+    return re.sub(r"^\w+ should ", "the value must ", without_cause)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))

@@ -129,12 +129,10 @@ def _inputs_of_embedder(inputs: ModelInputs, role: str) -> ModelInputs:
     Example: the tensors {"query": ["a"], "documents": ["b", "c"]} and the role "documents" return
     the tensors {"texts": ["b", "c"]}.
     """
-    # A query is always a text, so the tensor "query" exists. If a document is an image, there is no
-    # tensor "documents", and the documents are in the tensor "parts".
-    old_name, new_name = (role, "texts") if role in inputs.tensors else ("parts", "parts")
-    return ModelInputs(
-        tensors={new_name: inputs.tensors[old_name]}, fields={new_name: inputs.fields[old_name]}
-    )
+    if role in inputs.tensors:
+        return ModelInputs({"texts": inputs.tensors[role]}, {"texts": inputs.fields[role]})
+    # Only the tensor "documents" can be missing, because a query is never an image.
+    return ModelInputs({"parts": inputs.tensors["parts"]}, {"parts": inputs.fields["parts"]})
 
 
 def _prompt_name(served: ServedModel, role: str) -> str | None:

@@ -144,17 +144,23 @@ async def select_language_model(request: Request, name: str | None) -> None:
         a reranker, the message also gives the route of that model.
     """
     adapter = ""
-    context = find_context(request, name)  # without a name: the default model, which always exists
-    if context is None and name is not None:
+    context = find_context(request, name)
+    if context is None:
+        assert name is not None  # a request without a name selects the default model
         adapter = name
         context = await _find_context_with_adapter(request, adapter)
-    if context is None:
-        language_models = [context.settings.model_name for context in contexts_of(request).all]
-        suitable = " or ".join(map(repr, language_models))
-        message = _wrong_model_message(adapter, suitable, await _served_models(request))
-        raise ApiError(404, message, param="model", code="model_not_found")
+        if context is None:
+            raise await _no_language_model_error(request, name)
     request.state.context = context
     current_adapter.set(adapter)
+
+
+async def _no_language_model_error(request: Request, name: str) -> ApiError:
+    """Return the error for a request whose name belongs to no language model and no adapter."""
+    language_models = [context.settings.model_name for context in contexts_of(request).all]
+    suitable = " or ".join(map(repr, language_models))
+    message = _wrong_model_message(name, suitable, await _served_models(request))
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _find_context_with_adapter(request: Request, adapter: str) -> Context | None:

@@ -292,13 +292,15 @@ def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
     """
     code: str = error.code().name
     message = error.details() or code
-    if code == "NOT_FOUND" or message.startswith("Request for unknown model"):
+    is_model_unknown = code == "NOT_FOUND" or message.startswith("Request for unknown model")
+    is_unreachable = code == "UNAVAILABLE" and "failed to connect" in message
+    if is_model_unknown:
         return BackendError(
             "NOT_FOUND",
             f"The Triton server has no model {model!r} in its model repository, or has not loaded "
             "it yet",
         )
-    if code == "UNAVAILABLE" and "failed to connect" in message:
+    if is_unreachable:
         return BackendError(code, unreachable_message(url))
     sentence = message.removeprefix(f"[{code}] ")
     return BackendError("UNAVAILABLE" if means_outage(message) else code, sentence)

@@ -20,20 +20,26 @@ def read_prompts(value: object) -> tuple[Prompt, ...]:
     """
     if isinstance(value, str):
         return (value,)
-    if value == []:
+    if not isinstance(value, list):
+        raise _wrong_type_error(value)
+    if not value:
         raise FieldError("prompt", "prompt must not be an empty list")
-    first = value[0] if isinstance(value, list) else None
-    if isinstance(value, list) and isinstance(first, str):
-        _check_texts(value)
-        return tuple(value)
-    if isinstance(value, list) and isinstance(first, list):
-        return tuple(
-            tuple(check_token_ids(item, "prompt", f"prompt[{index}]"))
-            for index, item in enumerate(value)
-        )
-    if isinstance(first, int | float):  # `check_token_ids` raises an error for a float
-        return (tuple(check_token_ids(value, "prompt", "prompt")),)
-    raise FieldError(
+    match value[0]:
+        case str():
+            _check_texts(value)
+            return tuple(value)
+        case list():
+            return tuple(
+                tuple(check_token_ids(item, "prompt", f"prompt[{index}]"))
+                for index, item in enumerate(value)
+            )
+        case int() | float():  # the error about a float tells that token ids must be integers
+            return (tuple(check_token_ids(value, "prompt", "prompt")),)
+    raise _wrong_type_error(value)
+
+
+def _wrong_type_error(value: object) -> FieldError:
+    return FieldError(
         "prompt",
         "prompt must be a string, a list of strings, a list of token ids or a list of lists "
         f"of token ids, but the request has {shown(value)}",

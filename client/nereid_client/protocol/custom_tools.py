@@ -101,6 +101,11 @@ def to_function(tool: CustomTool, place: str) -> Json:
     return {"type": "function", "function": function}
 
 
+def check_input_format(tool: CustomTool, place: str) -> None:
+    """Raise a FieldError if the format of a custom tool's input is wrong."""
+    to_function(tool, place)
+
+
 def _grammar_of(tool: CustomTool, place: str) -> tuple[_Grammar | None, str]:
     """Return the grammar of a custom tool, and the path of the grammar in the request body.
 
@@ -166,10 +171,7 @@ def with_custom_tools_as_functions(chat: Mapping[str, Any]) -> Json:
     tools = chat.get("tools")
     if isinstance(tools, list):
         changed["tools"] = [
-            read_custom_tool(tool, f"tools[{index}]")
-            if isinstance(tool, Mapping) and is_custom(tool)
-            else tool
-            for index, tool in enumerate(tools)
+            _function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)
         ]
     if isinstance(chat.get("tool_choice"), Mapping):
         changed["tool_choice"] = _function_choice(chat["tool_choice"])
@@ -182,6 +184,13 @@ def with_custom_tools_as_functions(chat: Mapping[str, Any]) -> Json:
             for index, message in enumerate(messages)
         ]
     return changed
+
+
+def _function_tool(tool: object, place: str) -> object:
+    """Convert a custom tool to a function. Return other values unchanged."""
+    if isinstance(tool, Mapping) and is_custom(tool):
+        return read_custom_tool(tool, place)
+    return tool
 
 
 def with_function_calls(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
@@ -201,15 +210,15 @@ def with_function_calls(message: Mapping[str, Any], place: str) -> Mapping[str, 
         return message
     converted = [
         _function_call(call, f"{place}.tool_calls[{index}].custom")
-        if isinstance(call, Mapping) and is_custom(call)
-        else call
         for index, call in enumerate(calls)
     ]
     return {**message, "tool_calls": converted}
 
 
-def _function_call(call: Mapping[str, Any], place: str) -> Json:
-    """Convert a call of a custom tool to a function call."""
+def _function_call(call: object, place: str) -> object:
+    """Convert a call of a custom tool to a function call. Return other values unchanged."""
+    if not isinstance(call, Mapping) or not is_custom(call):
+        return call
     custom = validated(_CustomCall, call.get("custom"), place)
     others = {name: value for name, value in call.items() if name != "custom"}
     arguments = json.dumps({"input": custom.input}, ensure_ascii=False)
@@ -229,8 +238,9 @@ def _function_choice(choice: Mapping[str, Any]) -> Json:
     if is_custom(choice):
         return {"type": "function", "function": choice.get("custom")}
     allowed = choice.get("allowed_tools")
-    tools = allowed.get("tools") if isinstance(allowed, Mapping) else None
-    if not isinstance(allowed, Mapping) or not isinstance(tools, list):
+    if not isinstance(allowed, Mapping) or not isinstance(allowed.get("tools"), list):
         return dict(choice)
-    converted = [_function_choice(tool) if isinstance(tool, Mapping) else tool for tool in tools]
-    return {**choice, "allowed_tools": {**allowed, "tools": converted}}
+    tools = [
+        _function_choice(tool) if isinstance(tool, Mapping) else tool for tool in allowed["tools"]
+    ]
+    return {**choice, "allowed_tools": {**allowed, "tools": tools}}

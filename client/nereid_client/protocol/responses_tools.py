@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from nereid_client.errors import FieldError, shown
-from nereid_client.protocol.custom_tools import CustomTool, to_function
+from nereid_client.protocol.custom_tools import CustomTool, check_input_format
 from nereid_client.protocol.refused import Refusal, refuse_nested
 from nereid_client.protocol.request_body import RequestBody, validated
 
@@ -202,7 +202,7 @@ def _read_tool(tool: Json, place: str) -> FunctionTool | CustomTool:
     if kind == "function":
         return validated(FunctionTool, tool, place)
     custom_tool = validated(CustomTool, tool, place)
-    to_function(custom_tool, place)  # checks the format of the input
+    check_input_format(custom_tool, place)
     return custom_tool
 
 

@@ -59,6 +59,11 @@ class BackgroundResponse:
         """The name of the client that created the response."""
         return self.client.name
 
+    @property
+    def status(self) -> str:
+        """The status of the response, such as "in_progress"."""
+        return self.builder.status
+
     def record(self, events: Sequence[Json]) -> int:
         """Record new events of the response, wake the waiting readers, and return a size in bytes.
 

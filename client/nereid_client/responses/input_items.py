@@ -295,16 +295,23 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
     """Return the texts of the parts in a list. If `content` is None, return an empty list.
 
     Example: [{"type": "text", "text": "a"}] returns ["a"].
+
+    Args:
+        content: the list of parts, as the client sent it.
+        place: the path of the list in the request body, such as "input[0].content".
+        kinds: the accepted types of a part. The error message recommends the first of them.
     """
+    recommended_kind = kinds[0]
     if content is None:
         return []
     if not isinstance(content, list):
         raise _wrong(place, "a list of parts", content)
     texts = []
-    for at, part in enumerate(content):
+    for index, part in enumerate(content):
+        part_place = f"{place}[{index}]"
         if not isinstance(part, Mapping) or part.get("type") not in kinds:
-            raise _wrong(f"{place}[{at}]", f"an object with the type {kinds[0]}", part)
-        texts.append(_string(part, "text", f"{place}[{at}]", may_be_empty=True))
+            raise _wrong(part_place, f"an object with the type {recommended_kind}", part)
+        texts.append(_string(part, "text", part_place, may_be_empty=True))
     return texts
 
 

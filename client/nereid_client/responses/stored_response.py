@@ -67,6 +67,11 @@ class Running(Protocol):
         """The id of the response."""
         ...
 
+    @property
+    def status(self) -> str:
+        """The status of the response, such as "in_progress"."""
+        ...
+
 
 @dataclass(frozen=True)
 class RunningElsewhere:
@@ -77,6 +82,11 @@ class RunningElsewhere:
     """
 
     worker: int
+
+    @property
+    def status(self) -> str:
+        """The status of the response. Only the other process knows if the response is queued."""
+        return "in_progress"
 
 
 def size_of(events: Sequence[bytes]) -> int:

@@ -93,29 +93,36 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     Version 1 without `embedding_types` returns one list of vectors in the member `embeddings`.
     Otherwise, `embeddings` is an object with one list for each type, such as
     {"float": [[0.5]], "int8": [[127]]}.
-
-    Raises: ApiError 400 if the model does not compute one vector for each text, or if `max_tokens`
-        is smaller than the model's limit, because the server truncates texts only to this limit.
     """
     body = await read_and_validate(request, CohereEmbedRequest)
-    served = await choose_model(request, body.model, (EMBEDDING,))
-    require_kind(served, "dense")
-    refuse_truncation_below_model_limit(served, "max_tokens", body.max_tokens)
-    # The field `input_type` selects the text that is put before each input, such as "query: ".
-    options = body.options(_prompt_names(served)) | {"kind": "dense"}
-    outputs = await call_model(request, served, body.model_inputs, options)
+    outputs = await _cohere_outputs(request, body)
+    encoded_lists = await _encode_lists(vectors_of(outputs), body.embedding_types or ["float"])
+    returns_one_list = version == "1" and body.embedding_types is None
+    if returns_one_list:
+        response_type, embeddings = "embeddings_floats", encoded_lists["float"]
+    else:
+        response_type, embeddings = "embeddings_by_type", join_json_object(encoded_lists)
     num_tokens = usage_of(outputs)["prompt_tokens"]
     members = {
         "id": f"embed-{request_id_of(request)}",
         "texts": body.texts or [],
         "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
+        "response_type": response_type,
     }
-    encoded_lists = await _encode_lists(vectors_of(outputs), body.embedding_types or ["float"])
-    if version == "1" and body.embedding_types is None:
-        members["response_type"] = "embeddings_floats"
-        return json_response(members, "embeddings", encoded_lists["float"])
-    members["response_type"] = "embeddings_by_type"
-    return json_response(members, "embeddings", join_json_object(encoded_lists))
+    return json_response(members, "embeddings", embeddings)
+
+
+async def _cohere_outputs(request: Request, body: CohereEmbedRequest) -> PoolingOutputs:
+    """Call the embedding model for a request of Cohere's API, and return the output tensors.
+
+    Raises: ApiError 400 if the model does not compute one vector for each text, or if `max_tokens`
+        is smaller than the model's limit, because the server truncates texts only to this limit.
+    """
+    served = await choose_model(request, body.model, (EMBEDDING,))
+    require_kind(served, "dense")
+    refuse_truncation_below_model_limit(served, "max_tokens", body.max_tokens)
+    options = body.options(_prompt_names(served)) | {"kind": "dense"}
+    return await call_model(request, served, body.model_inputs, options)
 
 
 def _prompt_names(served: ServedModel) -> Collection[str]:

@@ -36,17 +36,7 @@ async def create_message(request: Request) -> Response:
     body = await read_prompt_body(request)
     messages_request = validate(MessagesRequest, body)
     await select_language_model(request, messages_request.model)
-    chat = to_json(chat_request(messages_request, body))
-    generation = Generation(unique_request_id(request), chat_request=chat)
-    # The backend receives a chat completion request, so an error of the backend contains field
-    # names of that request. Replace these names with the field names of Anthropic's API.
-    generated = ANTHROPIC_FIELD_NAMES.rename_fields_in_errors(
-        context_of(request).backend.generate(generation)
-    )
-    # A message is a list of blocks. Each block contains one kind of output: thinking, text or a
-    # tool call. Only consecutive deltas of the same kind are merged, so that the blocks stay in
-    # order.
-    deltas = merged(generated, merge_by_kind)
+    deltas = _generate(request, to_json(chat_request(messages_request, body)))
     builder = MessageBuilder(
         f"msg_{secrets.token_hex(12)}",
         name_of_model(request),
@@ -59,6 +49,19 @@ async def create_message(request: Request) -> Response:
     # the response can still have the HTTP status of the error.
     first = await sse.first_of(request, deltas)
     return sse.EventStream(_events(request, builder, first, deltas), also_close=deltas)
+
+
+def _generate(request: Request, chat: str) -> AsyncGenerator[Delta]:
+    """Generate a message with the chat completion request `chat`, and return the deltas.
+
+    An error names a field of Anthropic's API, not a field of the chat completion.
+    """
+    generation = Generation(unique_request_id(request), chat_request=chat)
+    generated = context_of(request).backend.generate(generation)
+    # A message is a list of blocks. Each block contains one kind of output: thinking, text or a
+    # tool call. Only consecutive deltas of the same kind are merged, so that the blocks stay in
+    # order.
+    return merged(ANTHROPIC_FIELD_NAMES.rename_fields_in_errors(generated), merge_by_kind)
 
 
 @router.post("/v1/messages/count_tokens", summary="Count the input tokens of a message")

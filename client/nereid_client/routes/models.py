@@ -42,7 +42,9 @@ async def list_models(request: Request) -> dict[str, Any]:
             "last_id": page[-1] if page else None,
         }
     name_of_alias = _name_of_alias(request)
-    models = [_model(context, name, root=name_of_alias.get(name, name)) for name in names]
+    models = [
+        _openai_model(name, context.created, root=name_of_alias.get(name, name)) for name in names
+    ]
     return {"object": "list", "data": models}
 
 
@@ -66,7 +68,7 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
     if uses_anthropic_api(request.scope):
         return _anthropic_model(context_of(request), model_id)
     root = _name_of_alias(request).get(model_id, model_id)  # vLLM's field for the unaliased name
-    return _model(context_of(request), model_id, root=root)
+    return _openai_model(model_id, context_of(request).created, root=root)
 
 
 def _page(names: Sequence[str], query: _PageQuery) -> tuple[Sequence[str], bool]:
@@ -120,18 +122,18 @@ async def _adapter_names(context: Context) -> list[str]:
         return []
 
 
-def _model(context: Context, name: str, *, root: str) -> dict[str, Any]:
+def _openai_model(name: str, created: int, *, root: str) -> dict[str, Any]:
     """Return a model in OpenAI's format.
 
     Args:
-        context: the context of the default language model.
         name: the name or the alias with which requests select the model.
+        created: the time in seconds since 1970 that the API returns for all models.
         root: the name of the model, as in vLLM. It differs from `name` if `name` is an alias.
     """
     return {
         "id": name,
         "object": "model",
-        "created": context.created,
+        "created": created,
         "owned_by": "nereid",
         "root": root,
         "parent": None,

@@ -270,13 +270,10 @@ def _items_until(previous_id: str, store: Store) -> list[Json]:
     if previous is None:
         raise _not_found(previous_id, "previous_response_id")
     if not isinstance(previous, StoredResponse):
-        status = "in_progress"
-        if isinstance(previous, BackgroundResponse):
-            status = previous.builder.status
         raise ApiError(
             400,
             f"previous_response_id must name a response that has ended, but {shown(previous_id)} "
-            f"has the status {status}. Wait until it ends, or cancel it.",
+            f"has the status {previous.status}. Wait until it ends, or cancel it.",
             param="previous_response_id",
         )
     input_items: list[Json] = json.loads(previous.input_items)

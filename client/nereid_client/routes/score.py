@@ -63,11 +63,18 @@ async def similarity(request: Request) -> Response:
     require_kind(served, "dense")
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     options = {"kind": "dense", "normalize": True, "truncate": body.truncates}
-    inputs = ModelInputs({"texts": texts}, {"texts": "inputs.sentences"})
+    # `fields` names the field of the request in errors about the input tensor "texts".
+    inputs = ModelInputs(tensors={"texts": texts}, fields={"texts": "inputs.sentences"})
     try:
         outputs = await call_model(request, served, inputs, options)
     except BackendError as error:
-        raise _correct_index(error, 1, "inputs.source_sentence", "inputs.sentences") from None
+        # The source sentence is the first text, so the model counts it as a sentence, too.
+        raise _correct_index(
+            error,
+            num_queries=1,
+            query_field="inputs.source_sentence",
+            document_field="inputs.sentences",
+        ) from None
     similarities = _cosine_similarities(outputs.arrays["embeddings"], num_queries=1)
     return JSONResponse(similarities.tolist())
 

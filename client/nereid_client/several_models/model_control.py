@@ -210,17 +210,14 @@ class ModelControl:
     async def _load(self, state: ModelState) -> None:
         """Load a model. If the memory budget requires it, unload idle models first.
 
-        If a client loads a model that is already loaded, the server loads the model's files again.
-        The used memory already contains the memory of this model.
+        If the model is already loaded, the server loads the model's files again. The model then
+        needs no further memory.
 
         Mutates: `state`. If the call is cancelled, `is_loaded` becomes None, which means unknown.
         """
         started = time.monotonic()
-        needs_more_memory = not state.is_loaded  # unloaded, or in an unknown state
-        if self._memory_budget is not None and needs_more_memory:
-            async with self._memory_lock:
-                await self._free_memory_for(state, self._memory_budget)
-                state.is_loading = True  # the memory of the model is now reserved
+        if self._memory_budget is not None and not state.is_loaded:
+            await self._reserve_memory(state, self._memory_budget)
         try:
             await self._repository.load_model(state.spec.triton_name)
         except asyncio.CancelledError:
@@ -232,6 +229,12 @@ class ModelControl:
         state.is_changed = False
         state.last_used = time.monotonic()
         _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)
+
+    async def _reserve_memory(self, state: ModelState, budget: int) -> None:
+        """Free memory for a model, and count the memory of the model from now on."""
+        async with self._memory_lock:
+            await self._free_memory_for(state, budget)
+            state.is_loading = True  # the memory of a model counts while the model is loading
 
     async def _unload(self, state: ModelState) -> None:
         """Wait for the running requests of a model, and then unload the model.

@@ -148,16 +148,20 @@ def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> 
         raise SettingsError(f"the file {path} cannot be read ({error}).") from None
     memory_budget = _pop_memory_budget(values, path)  # only the tables of the models are left
     specs = [_read_model(name, table, path, defaults) for name, table in values.items()]
-    models = ModelsFile(specs)
+    _check_models(specs, path)
+    if memory_budget is None:
+        return ModelsFile(specs)
+    estimated = [_with_memory(spec, memory_budget, path) for spec in specs]
+    models = ModelsFile(estimated, memory_budget)
+    _check_memory_at_start(models, memory_budget, path)
+    return models
+
+
+def _check_models(specs: list[ModelSpec], path: Path) -> None:
     _check_request_names(specs, path)
     _check_repository_names(specs, path)
     if not any(spec.kind == "llm" for spec in specs):
         raise SettingsError(f"the file {path} must have at least one language model.")
-    if memory_budget is None:
-        return models
-    models = ModelsFile([_with_memory(s, memory_budget, path) for s in specs], memory_budget)
-    _check_memory_at_start(models, memory_budget, path)
-    return models
 
 
 def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
@@ -176,7 +180,20 @@ def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
 def _read_model(
     name: str, table: object, path: Path, defaults: Mapping[str, Mapping[str, str]]
 ) -> ModelSpec:
-    """Return the model that one table of the file describes."""
+    """Return the model that the table `name` of the file describes."""
+    entry = _read_entry(name, table, path)
+    checkpoint = _checkpoint_path(name, entry, path)
+    return ModelSpec(
+        name=name,
+        triton_name=_triton_name(name),
+        path=checkpoint,
+        entry=entry,
+        settings={**defaults.get(entry.kind, {}), **entry.settings, "model": str(checkpoint)},
+    )
+
+
+def _read_entry(name: str, table: object, path: Path) -> ModelEntry:
+    """Validate the keys and values of the table `name` in the file."""
     try:
         entry = ModelEntry.model_validate(table)
     except ValidationError as error:
@@ -188,20 +205,18 @@ def _read_model(
             f"{name}.served_model_name in the file {path} is wrong: the name of a model is the "
             f"name of its table, {name!r}. Add other names to the key aliases."
         )
+    return entry
+
+
+def _checkpoint_path(name: str, entry: ModelEntry, path: Path) -> Path:
+    """Return the absolute path of a checkpoint. A relative path starts at the file's folder."""
     try:
-        checkpoint = (path.absolute().parent / Path(entry.model).expanduser()).resolve()
+        return (path.absolute().parent / Path(entry.model).expanduser()).resolve()
     except RuntimeError:
         raise SettingsError(
             f"{name}.model in the file {path} is wrong: the home folder at the beginning of "
             f"{entry.model} is unknown. Give a path that does not begin with ~."
         ) from None
-    return ModelSpec(
-        name=name,
-        triton_name=_triton_name(name),
-        path=checkpoint,
-        entry=entry,
-        settings={**defaults.get(entry.kind, {}), **entry.settings, "model": str(checkpoint)},
-    )
 
 
 def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
@@ -266,7 +281,8 @@ def _check_repository_names(specs: list[ModelSpec], path: Path) -> None:
     "org-chat-postprocessor".
     """
     names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
-    if _first_repeated(names) is not None:
+    are_names_different = len(set(names)) == len(names)
+    if not are_names_different:
         raise SettingsError(
             f"the names of the models in the file {path} are too similar. Two names must differ "
             "in at least one letter, digit, '_', '-' or '.', and a name must not be the name of "

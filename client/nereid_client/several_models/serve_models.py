@@ -128,8 +128,8 @@ class ServedModels:
     def replace_repository(self, folder: Path, source: Path) -> None:
         """Write a model repository with all models to a folder, and replace an existing folder.
 
-        Other servers cannot replace the folder until this process ends. They may run in other
-        containers, so that they can have the same port.
+        If the file system has locks, other servers cannot replace the folder until this process
+        ends. They may run in other containers, so that they can have the same port.
 
         Args:
             folder: the folder of the new model repository.
@@ -140,8 +140,7 @@ class ServedModels:
         """
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(OSError):  # The file system may have no locks.
-                _lock_until_exit(folder)
+            _lock_if_possible(folder)
             with suppress(FileNotFoundError):
                 shutil.rmtree(folder)
             folder.mkdir()
@@ -151,11 +150,10 @@ class ServedModels:
             raise CliError(f"the folder {folder} cannot be written ({reason})") from None
 
 
-def _lock_until_exit(folder: Path) -> None:
-    """Reserve a folder for this server, until this process ends.
+def _lock_if_possible(folder: Path) -> None:
+    """Reserve a folder for this server until this process ends, if the file system has locks.
 
-    Raises: CliError if another server has reserved the folder. OSError if the file system has no
-        locks.
+    Raises: CliError if another server has reserved the folder.
     """
     try:
         lock_until_exit(folder.with_name(f"{folder.name}.lock"))
@@ -164,6 +162,8 @@ def _lock_until_exit(folder: Path) -> None:
             f"another server, possibly in another container, uses the folder {folder}. Set the "
             "environment variable XDG_STATE_HOME to another folder, or give another --openai-port."
         ) from None
+    except OSError:
+        return  # the file system has no locks
 
 
 def _variables_of_model(spec: ModelSpec) -> dict[str, str]:

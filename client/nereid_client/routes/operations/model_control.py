@@ -16,7 +16,8 @@ router = APIRouter(tags=["Operation"])
 @router.post("/v1/models/{model_id:path}/load", summary="Load a model")
 async def load_model(request: Request, model_id: str) -> dict[str, Any]:
     """Load a model that the file in `--config` describes, and wait until it accepts requests."""
-    control, spec = _find(request, model_id)
+    control = _check_permission(request)
+    spec = _find_model(control, model_id)
     try:
         await control.load(spec)
     except BackendError as error:
@@ -30,7 +31,8 @@ async def unload_model(request: Request, model_id: str) -> dict[str, Any]:
 
     Further requests are rejected until a client loads the model again.
     """
-    control, spec = _find(request, model_id)
+    control = _check_permission(request)
+    spec = _find_model(control, model_id)
     try:
         await control.unload(spec)
     except BackendError as error:
@@ -38,12 +40,11 @@ async def unload_model(request: Request, model_id: str) -> dict[str, Any]:
     return {"id": spec.name, "object": "model", "loaded": False}
 
 
-def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
-    """Return the object that loads models, and the `ModelSpec` of the model named `model_id`."""
-    control = _check_permission(request)
+def _find_model(control: ModelControl, model_id: str) -> ModelSpec:
+    """Return the `ModelSpec` of the model with the name or alias `model_id`."""
     for spec in control.specs:
         if model_id in spec.names:
-            return control, spec
+            return spec
     names = ", ".join(repr(spec.name) for spec in control.specs)
     raise ApiError(
         404,

@@ -298,6 +298,8 @@ class AdmissionControl:
     def _observe_rejections(self, key: tuple[str, str], send: Send, started: float) -> Send:
         """Wrap `send` in a function that also records rejections by the server.
 
+        `key` selects the throttle that records them, and `started` is the start of the request.
+
         A rejection is a response with a status in `_OVERLOADED` and the header Retry-After. Only
         routes that call a model send such a response. Its first message contains the status and the
         headers, and its second message contains the body.

@@ -282,9 +282,9 @@ class _UnreadWatch:
         """
         now = self._loop.time()
         unsent_since = self._response.unsent_since
-        waited_s = 0.0 if unsent_since is None else now - unsent_since
-        if waited_s < self._unread_s:
-            self._timer = self._loop.call_later(self._unread_s - waited_s, self._check)
+        waiting_s = 0.0 if unsent_since is None else now - unsent_since  # None: nothing is unsent
+        if waiting_s < self._unread_s:
+            self._timer = self._loop.call_later(self._unread_s - waiting_s, self._check)
         elif not self._timeout.expired():
             self.is_unread = True
             self._timeout.reschedule(now)  # the timeout expires at once, which ends the request

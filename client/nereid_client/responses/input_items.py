@@ -299,9 +299,8 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
     Args:
         content: the list of parts, as the client sent it.
         place: the path of the list in the request body, such as "input[0].content".
-        kinds: the accepted types of a part. The error message recommends the first of them.
+        kinds: the accepted types of a part. The error message names only the recommended first one.
     """
-    recommended_kind = kinds[0]
     if content is None:
         return []
     if not isinstance(content, list):
@@ -310,7 +309,7 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
     for index, part in enumerate(content):
         part_place = f"{place}[{index}]"
         if not isinstance(part, Mapping) or part.get("type") not in kinds:
-            raise _wrong(part_place, f"an object with the type {recommended_kind}", part)
+            raise _wrong(part_place, f"an object with the type {kinds[0]}", part)
         texts.append(_string(part, "text", part_place, may_be_empty=True))
     return texts
 

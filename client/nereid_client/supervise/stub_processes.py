@@ -111,6 +111,7 @@ class StubWatch:
         the stub has disappeared, and `process` is None.
 
         Mutates: `_dead_since`, which records the time of the first call that finds the stub dead.
+            If the server itself may have ended the stub, the stub is not observed any more.
         """
         if process is not None and process.state != ZOMBIE:
             return False
@@ -121,6 +122,8 @@ class StubWatch:
         if has_disappeared and may_have_been_ended:
             self._forget(pid)
             return False
+        # When the server stops, its stubs disappear shortly before the server itself. This is no
+        # failure, so a stub that has disappeared counts as dead only after a longer time.
         limit_s = _DISAPPEARED_S if has_disappeared else _ZOMBIE_S
         return now - self._dead_since.setdefault(pid, now) >= limit_s
 

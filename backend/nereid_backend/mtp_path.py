@@ -214,7 +214,7 @@ class MtpPath:
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
-        """Let the MTP layer's sequence `own` use the hidden states of `target` (large model)."""
+        """Let the MTP layer's sequence `own` use the hidden states of the model's `target`."""
         self._targets[own] = target
 
     def release(self, own: Sequence) -> None:

@@ -255,8 +255,8 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
             "format that defines tool calls, or send a request without tools."
         )
     if request.must_call:
-        # Some models write the markers of the content before tool calls, even without content, and
-        # different models write different white space around tool calls.
+        # Before tool calls, some models write the markers around the content even if the content is
+        # empty. Models also differ in the white space around tool calls.
         empty_content = _empty_content(layout.content)
         only_calls = without_outer_whitespace(section_node(section, request))
         return sequence(empty_content, WHITESPACE, only_calls, WHITESPACE)
@@ -279,7 +279,7 @@ def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
 def _empty_content(wrapper: Wrapper | None) -> Node:
     """Return the grammar node for empty content, with or without markers: `<response></response>`.
 
-    Some templates write the markers of the content before tool calls, even if there is no content.
+    Some templates write the markers around the content even if a message has only tool calls.
     Examples of matching texts: `<response></response>`, `</response>` and the empty text.
     If `wrapper` is None, or has no opening marker, the node matches only the empty text.
     """

@@ -91,7 +91,7 @@ class DecodeGroup:
         return visible
 
     def rows(self, window: LayerWindow, num_heads: int) -> Tensor:
-        """Return the indices of the cache rows that a layer with `num_heads` key heads reads."""
+        """Return the indices of the cache rows for a layer that has `num_heads` key heads."""
         rows = self._rows.get((window, num_heads))
         if rows is None:
             rows = self._rows[window, num_heads] = gather_rows(

@@ -65,7 +65,7 @@ class RowsPath:
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
         self._states = SequenceStates(keys.make_cache)
-        # Maps the row of each stored state to the sequence of the state.
+        # Maps the row of each stored state to the sequence that the state belongs to.
         self._sequences: dict[int, Sequence] = {}
         # Maps each snapshot id to a stored copy of a sequence's recurrent state. Later sequences
         # with the same prefix start from the copy.

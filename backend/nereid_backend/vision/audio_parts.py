@@ -115,7 +115,7 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
 
 
 def _read_source(source: Any, part: Mapping[str, Any], field: str) -> FoundAudio:  # noqa: ANN401
-    """Return audio that is sent as a data URL, as the bytes of a file, or as an array of samples.
+    """Return the audio that a client sent as a data URL, a file's bytes, or an array of samples.
 
     The content part `part` contains the sampling rate of an array. Raise a RequestError for any
     other source.

@@ -90,8 +90,8 @@ def write_json(path: Path, value: object) -> None:
         temporary.write_text(json.dumps(value), encoding="utf-8")
         temporary.replace(path)
     except OSError:
-        # A batch is saved again and again while the disk is full, so each attempt would leave a
-        # file.
+        # While the disk is full, a batch is saved again and again. Without this line, each failed
+        # attempt would leave a temporary file.
         temporary.unlink(missing_ok=True)
         raise
 

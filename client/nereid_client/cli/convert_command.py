@@ -37,7 +37,7 @@ def convert(
 
 
 def _ignore_ctrl_c() -> None:
-    """Ignore SIGINT in the process of the conversion, so that Ctrl-C prints no traceback.
+    """Ignore SIGINT in the process that converts, so that Ctrl-C prints no traceback.
 
     The terminal also sends SIGINT to the process of `nereid convert`, in which `subprocess.run`
     then kills the process of the conversion.

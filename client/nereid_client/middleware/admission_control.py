@@ -321,7 +321,7 @@ class AdmissionControl:
     def _record_rejection(
         self, key: tuple[str, str], body: bytes, retry_after: str, started: float
     ) -> None:
-        """Record a rejection in the throttle `key`, unless the body is not an error object."""
+        """Record a rejection in the throttle `key`, if the body is an error object."""
         try:
             text = json.loads(body)["error"]["message"]
         except (ValueError, KeyError, TypeError):

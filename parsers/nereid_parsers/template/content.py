@@ -29,8 +29,8 @@ from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 # Matches markers that alternate with words, such as `<|end|>message<|sep|>`.
 _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")
 # Matches a text that may end a turn although MARKER does not match it, such as `{end}` or
-# `=== end ===`. The text must contain both a word and punctuation. The parser removes the text from
-# all content, and a single word or single punctuation marks often occur in ordinary content.
+# `=== end ===`. The parser removes the text from all content. Therefore, the text must contain both
+# a word and punctuation: a word alone, or punctuation alone, often occurs in ordinary content.
 _WORD_IN_PUNCTUATION = re.compile(r"[^\w\s][^\w\n]*\w[^\n]*[^\w\s]")
 
 

@@ -174,7 +174,7 @@ def _answer_to_question(
 
 
 def _answer_to_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
-    """Render the answer to the result of a tool call. Return the part after `prompt`.
+    """Render a chat with the result of a tool call, and return the answer after `prompt`.
 
     The markers that end the answer are removed. Example: the prompt is "..RESULT<|assistant|>", and
     the conversation is rendered as "..RESULT<|assistant|>CONTENT<|end|>". This function returns

@@ -130,7 +130,7 @@ class Prober:
             "eos_token": self.eos,
         }
         # Later values replace earlier values of the same variable. The first line sets the
-        # variables without which the template has failed.
+        # variables that were missing in an earlier rendering, which failed for this reason.
         variables |= dict.fromkeys(self._blank_variables, "")
         variables |= self.kwargs  # The variables that the user of the analysis has set.
         variables |= dict(conversation.switches.variables)  # Such as enable_thinking=False.

@@ -26,8 +26,9 @@ _MIN_TILES = 2
 # has few tokens, the number of programs is smaller.
 _PROGRAMS_PER_PROCESSOR = 4
 # A kernel launch in a CUDA graph may have up to `_CAPTURED_FACTOR` times as many programs as a
-# launch for a single step. The graph is also used for steps in which one sequence is much longer
-# than the others, and only the programs of this sequence keep the GPU busy.
+# launch for a single step. The reason are steps in which one sequence is much longer than the
+# others. In such a step, the programs of the other sequences end at once, and the programs of the
+# longest sequence must suffice to keep the GPU busy.
 _CAPTURED_FACTOR = 2
 # In a CUDA graph, the keys of each sequence are divided into at least `_MIN_CAPTURED_SPLITS` splits
 # if the longest sequence is long enough. A program whose split contains no keys ends immediately.

@@ -232,7 +232,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             next_event = self._inspect_all_streams(now)
             self._latest_inspection = max(next_event, self._earliest_inspection)
         next_call = min(now + _IDLE_POLL_S, self._latest_inspection)
-        # Check a stream with unsent tokens when the time `stream.next_check` is reached.
+        # If a stream has unsent tokens, check the stream at the time `stream.next_check`.
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)

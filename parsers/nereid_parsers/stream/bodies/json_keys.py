@@ -133,7 +133,7 @@ class KeyRoles:
         return role
 
     def _is_repeated(self, role: KeyRole) -> bool:
-        """Return whether the object has already contained a key with the role NAME or ARGUMENTS."""
+        """Return whether an earlier key of the object has the role NAME or ARGUMENTS."""
         if role is KeyRole.NAME:
             return self._parts.name is not None
         return role is KeyRole.ARGUMENTS and self._parts.has_arguments

@@ -22,7 +22,7 @@ _MISSING_CLOSE = "the closing marker of an argument is missing"
 
 
 class _ValuePiece(NamedTuple):
-    """A piece of a value's text, which starts at the first unread character.
+    """A piece of a value's text. The piece starts at the first unread character.
 
     Example: if the unread text is `a</p>`, and `</p>` is the closing marker of the value, the piece
     is `_ValuePiece(end=1, next_pos=5)`.

@@ -109,7 +109,7 @@ class _TextAfterCalls(NamedTuple):
 
 
 def split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
-    """Divide the text after the tool calls into the text that closes the list, and end markers.
+    """Split the text after the tool calls: find the end of the list and the end of the turn.
 
     `markup` is the markup of the list of tool calls. In this example, `<|end|>` ends the message:
 

@@ -86,7 +86,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._replace_functions()
 
     def _replace_functions(self) -> None:
-        """Replace the functions of jinja2 that a template may call by those of transformers."""
+        """Let templates call the functions of transformers in place of those of jinja2."""
         self.globals.pop("lipsum", None)  # This function returns random text.
         self.globals.update(
             namespace=SafeNamespace,  # rejects names that start with an underscore

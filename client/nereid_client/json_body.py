@@ -67,10 +67,9 @@ def _describe_json_error(error: ValueError, raw: bytes) -> str:
             return "The request body must be a JSON object, but it is empty"
         place = f"line {error.lineno}, column {error.colno}"
         return f"The request body is not valid JSON at {place}: {error.msg}"
-    # `_reject_constant` and `_finite_float` raise the other errors, except the error about an
-    # integer with thousands of digits. Python raises this error, and its message names a Python
-    # function. The parser calls no function of this module for integers, because lists of token
-    # ids are long.
+    # All other errors are about a number. Python itself raises the error about an integer with
+    # thousands of digits. The message of this error names a Python function, so it is replaced.
+    # A `parse_int` hook could raise a better error, but it would slow down lists of token ids.
     is_about_long_integer = "digits" in str(error)
     if is_about_long_integer:
         limit = sys.get_int_max_str_digits()

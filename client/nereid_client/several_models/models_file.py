@@ -146,7 +146,7 @@ def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> 
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"the file {path} cannot be read ({error}).") from None
-    memory_budget = _pop_memory_budget(values, path)  # only the tables of the models are left
+    memory_budget = _pop_memory_budget(values, path)  # `values` then has only tables of models
     specs = [_read_model(name, table, path, defaults) for name, table in values.items()]
     _check_models(specs, path)
     if memory_budget is None:

@@ -95,8 +95,14 @@ def _damage_of_file(path: Path) -> str | None:
     return None
 
 
-def _num_tensor_bytes(header: dict[str, Any]) -> int:
-    """Return the number of bytes of all tensors: the largest end of a tensor in the header."""
+def _num_tensor_bytes(header: object) -> int:
+    """Return the number of bytes of all tensors: the largest end of a tensor in the header.
+
+    Raises:
+        TypeError: the header is not a JSON object. Example: the header is `[]`.
+    """
+    if not isinstance(header, dict):
+        raise TypeError("the header is not a JSON object")
     tensor_ends: list[int] = [tensor["data_offsets"][1] for tensor in _tensors(header)]
     return max(tensor_ends, default=0)
 

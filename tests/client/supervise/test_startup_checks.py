@@ -67,6 +67,14 @@ def test_a_damaged_file_is_found_without_loading_it(tmp_path, damage):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("header", [b"[]", b"7", b'{"weight": []}', b'{"weight": {"a": 1}}', b"{"])
+def test_a_header_of_the_wrong_structure_is_damage(checkpoint, header):
+    length = len(header).to_bytes(8, "little")
+    (checkpoint / "model.safetensors").write_bytes(length + header)
+    with pytest.raises(CliError, match=r"header of the file .*model\.safetensors cannot be read"):
+        checks.check_checkpoint(checkpoint)
+
+
 def test_git_lfs_pointers_and_missing_files_of_a_sharded_checkpoint_are_named(checkpoint):
     (checkpoint / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(

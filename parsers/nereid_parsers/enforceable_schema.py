@@ -225,10 +225,9 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _ScopedSchema:
             return _ScopedSchema({**parts.members[0], **parts.keywords}, scope)
         return _merge_all_of(parts, scope)
     except (CannotMergeError, TypeError, AttributeError, RecursionError):
-        # The schema comes from a client and has not been validated. If the value of a keyword has a
-        # wrong type, as in `{"required": 1}`, merging raises a TypeError or an AttributeError. A
-        # RecursionError is raised for a long chain of definitions, each of which refers to the next
-        # definition.
+        # The schema comes from a client and has not been validated. A value of a wrong type, as in
+        # `{"required": 1}`, causes a TypeError or an AttributeError. A long chain of definitions,
+        # each of which refers to the next definition, causes a RecursionError.
         return _ScopedSchema(schema, scope)
 
 
@@ -268,25 +267,32 @@ def _merge_all_of(parts: _AllOf, scope: _Scope) -> _ScopedSchema:
 def _split_all_of(schema: Schema) -> _AllOf:
     """Split a schema into its keywords without `allOf`, and the members of its `allOf`.
 
-    A `$ref` becomes a member in two cases: if a keyword next to the `$ref` restricts the value,
-    because xgrammar ignores such a keyword, and if the `$ref` contains an escape sequence, because
-    xgrammar cannot follow the `$ref`. Example: `{"$ref": "#/$defs/A", "maximum": 5}` gives the
+    A `$ref` that must be replaced becomes a member: `{"$ref": "#/$defs/A", "maximum": 5}` gives the
     keywords `{"maximum": 5}` and the members `[{"$ref": "#/$defs/A"}]`.
 
     Raises:
-        CannotMergeError: `allOf` is not a list, or is empty.
+        CannotMergeError: `allOf` is not a list, or `allOf` is present but there are no members.
     """
     members = schema.get("allOf", [])
     if not isinstance(members, list):
         raise CannotMergeError("the value of allOf is not a list")
     keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
-    has_restrictions = not ANNOTATIONS.issuperset(keywords.keys() - {"$ref"})
-    if "$ref" in keywords and (has_restrictions or _is_escaped(keywords)):
+    if "$ref" in keywords and _must_replace_reference(keywords):
         reference = keywords.pop("$ref")
-        return _AllOf(keywords, [{"$ref": reference}, *members])
+        members = [{"$ref": reference}, *members]
     if "allOf" in schema and not members:
         raise CannotMergeError("the list allOf is empty")
     return _AllOf(keywords, members)
+
+
+def _must_replace_reference(keywords: Schema) -> bool:
+    """Return whether xgrammar would ignore the `$ref` in `keywords`, or a keyword next to `$ref`.
+
+    Examples: xgrammar ignores `maximum` in `{"$ref": "#/$defs/A", "maximum": 5}`, and cannot follow
+    the escaped reference `#/$defs/a~1b`.
+    """
+    has_restrictions = any(word != "$ref" and word not in ANNOTATIONS for word in keywords)
+    return has_restrictions or _is_escaped(keywords)
 
 
 def _is_escaped(schema: Schema) -> bool:

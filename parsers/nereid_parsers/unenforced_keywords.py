@@ -172,17 +172,15 @@ def _describe_unlisted(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     `{"type": "object", "required": ["a"]}` at the path `$` yields "required at $, because
     properties does not contain 'a'".
     """
-    is_object = "type" in schema or "properties" in schema
-    if not is_object:
-        return  # xgrammar ignores `required` for another reason; see `_describe_untyped`.
+    if "type" not in schema and "properties" not in schema:
+        return  # `_describe_untyped` describes a `required` that has no effect without `type`.
     required = schema.get("required")
     properties = schema.get("properties", {})
     if not isinstance(required, list) or not isinstance(properties, Mapping):
         return
-    for name in required:
-        if isinstance(name, str) and name not in properties:
-            yield f"required at {path}, because properties does not contain {name!r}"
-            return
+    unlisted = [name for name in required if isinstance(name, str) and name not in properties]
+    if unlisted:
+        yield f"required at {path}, because properties does not contain {unlisted[0]!r}"
 
 
 def _describe_pattern(schema: Mapping[str, Any], path: str) -> Iterator[str]:

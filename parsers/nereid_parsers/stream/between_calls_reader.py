@@ -65,12 +65,12 @@ class BetweenCallsReader:
     def _match_close(self) -> int | NoMarker:
         """Return the end of the closing marker `</tool_calls>` in the unread text.
 
-        If no section of tool calls is open, no closing marker can follow, so the result is
-        OTHER_TEXT.
+        If no section of tool calls is open, no closing marker can follow: return OTHER_TEXT.
         """
         if not self._section.is_open:
             return NoMarker.OTHER_TEXT
-        return self._section.match_close(self._buffer, is_empty=self._is_after_opening_marker())
+        follows_call = not self._is_after_opening_marker()
+        return self._section.match_close(self._buffer, follows_call=follows_call)
 
     def _read_separator_or_text(self) -> State | None:
         """Read the separator between two tool calls, such as `, `. Any other text stays unread.

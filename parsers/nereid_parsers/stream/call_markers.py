@@ -117,24 +117,24 @@ class CallSection:
         self.closes = tools.closes if tools is not None else ()
         self._separator = tools.separator.strip() if tools is not None else ""
 
-    def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int | NoMarker:
+    def match_close(self, buffer: TextBuffer, *, follows_call: bool) -> int | NoMarker:
         """Find the end of the marker after all tool calls, such as `</calls>`, in the unread text.
 
-        `is_empty` is true if no tool call precedes the marker. Examples for the marker `</calls>`:
+        `follows_call` is true if a tool call precedes the text. Examples for the marker `</calls>`:
 
             unread text   result
             `</calls>Hi`  the position of `Hi`
-            `</ca`        INCOMPLETE. At the end of the message: CUT_OFF, or OTHER_TEXT if
-                          `is_empty` is true
+            `</ca`        INCOMPLETE. At the end of the message: CUT_OFF after a tool call,
+                          otherwise OTHER_TEXT
             `Hi`          OTHER_TEXT
         """
-        # The message `<calls></ca` contains no tool call, so `</ca` may be content.
-        may_be_content = is_empty and buffer.is_final
-        for close in self.closes:  # The alternative markers of the format.
+        # At the end of the message `<calls></ca`, the text `</ca` is content.
+        accepts_incomplete = follows_call or not buffer.is_final
+        for close in self.closes:  # The format's alternative markers, in the order of precedence.
             end = match_marker(close, buffer.text, buffer.pos)
             if isinstance(end, int):
                 return end
-            if end is NEED_MORE and not may_be_content:
+            if end is NEED_MORE and accepts_incomplete:
                 return _kind_of_incomplete_marker(buffer, buffer.pos)
         return NoMarker.OTHER_TEXT
 

@@ -224,16 +224,17 @@ def _closing_kinds(reasoning: Reasoning | None) -> _Kinds:
 
 
 def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> list[str]:
-    """Return the markers that may start a tool call inside the reasoning.
+    """Return the markers that start a tool call inside the reasoning.
 
-    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`. The
-    result is empty if the format declares no reasoning.
+    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`. If one
+    marker, such as `<|end|>`, closes both reasoning and tool calls, only the markers that the
+    format declares as interrupting are returned. Otherwise the reasoning `use <call> here<|end|>`,
+    which only mentions `<call>`, would look like a complete tool call.
     """
     if reasoning is None:
         return []
     declared_markers = list(reasoning.interrupted_by)
     if _have_common_close(reasoning, calls):
-        # `<call>` may be quoted, so only a declared marker may start a tool call.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
@@ -241,11 +242,10 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
 
 
 def _have_common_close(reasoning: Reasoning, calls: CompiledCalls) -> bool:
-    """Return whether a marker such as `<|end_message|>` closes the reasoning and also tool calls.
+    """Return whether the same marker closes both the reasoning and tool calls.
 
-    In such a format, the parser cannot know whether `<call>` inside the reasoning starts a tool
-    call or is only quoted. Example: in `<think>Hm<call>..<|end_message|>`, the last marker may
-    close the tool call or the reasoning.
+    Example: `<|end|>` closes the reasoning in `<think>Hm<|end|>`, and a tool call in
+    `<call>..<|end|>`.
     """
     call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
     return not call_closes.isdisjoint(visible_markers(reasoning.closes))

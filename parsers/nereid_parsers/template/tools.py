@@ -326,33 +326,34 @@ def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None
     before_content, _, _ = message.partition(CONTENT_TEXT)
     return _MarkupBeforeCall(
         turn_markers=_turn_markers_between(between, renderer.turn.header.strip()),
-        content_opening=_opening_beside_call(renderer, before_content),
+        content_opening=_special_content_opening(renderer, before_content),
     )
 
 
-def _opening_beside_call(renderer: CallRenderer, before_content: str) -> str:
-    """Return the marker that opens content only before a tool call, such as `<|note|>`, or "".
+def _special_content_opening(renderer: CallRenderer, before_content: str) -> str:
+    """Return the text that opens the content only in messages with a tool call, or "".
 
-    Example: `<|answer|>` opens the content of other messages (`renderer.wrapper.open`), but
-    `before_content`, the text before the content of a message with a tool call, is `<|note|>`.
-
-    Return "" if `before_content` contains the same opening as other messages, or no marker.
+    Example: `<|answer|>` opens the content of messages without tool calls. If `before_content`, the
+    text before the content of a message with a tool call, is `<|note|>`, the result is `<|note|>`.
+    If `before_content` is `<|answer|>`, the result is "".
     """
     if renderer.wrapper is None:
         return ""  # No text opens the content of messages without tool calls.
+    usual_opening = renderer.wrapper.open.strip()
     opening = strip_reasoning_markers(before_content, renderer.reasoning).strip()
-    is_different = opening != renderer.wrapper.open.strip()
-    return opening if is_different and leading_marker(opening) else ""
+    starts_with_marker = bool(leading_marker(opening))  # Other text belongs to the content.
+    return opening if starts_with_marker and opening != usual_opening else ""
 
 
 def _record_content_before_call(prober: Prober, before_call: _MarkupBeforeCall) -> None:
-    """Record the comparison T8 for the report: a tool call, and content with a tool call.
+    """Record for the report how a template writes a message with both content and a tool call.
 
-    `before_call` is the markup before the tool call in the message with content.
+    The report calls this comparison "T8": a message with a tool call is compared with a message
+    with content and the same tool call. `before_call` is the markup before this tool call.
 
     Mutates: `prober.comparisons`.
     """
-    if before_call.turn_markers:
+    if before_call.turn_markers:  # The markers between the turns of the content and of the call.
         finding = "Content and calls are written as separate turns."
     else:
         finding = "Content is written before the call."

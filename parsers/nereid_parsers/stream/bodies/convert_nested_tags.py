@@ -167,23 +167,26 @@ class NestedReader(StepReader):
     def _open_element(self, name: str) -> None:
         """Open the new element `name` inside the innermost element, and write `name` as a JSON key.
 
-        The values of the previous siblings may be stored. If these siblings have another name,
-        their values are written before the key. Otherwise nothing is written, because all values
-        may become one array. Examples (the prefix before each tag is omitted):
-
-            text up to the new tag   text that is written for the new tag
-            `<tag>a</tag><days>`     the stored value `"a"`, and then `, "days": `
-            `<tag>a</tag><tag>`      nothing, because the values may become `["a", "b"]`
+        If the value of the previous element `name` has not been written yet, the two values may
+        become one array, so no second key is written. Example: after `<tag>a</tag>`, nothing is
+        written for another `<tag>`, because the result may be `"tag": ["a", "b"]`.
         """
         parent = self._elements[-1]
         may_share_key = parent.has_stored_value_of(name)
         if not may_share_key:
-            self._write_stored_values(parent)
-            self.writer.write(parent.add_key(name))
+            self._write_key(parent, name)
         parent.last_child = name
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
         self._elements.append(Element(name, schema, types, may_share_key=may_share_key))
+
+    def _write_key(self, parent: Element, child: str) -> None:
+        """Write the stored values of earlier children of `parent`, and then the key `child`.
+
+        Example: if the value `"a"` is stored, `"a", "days": ` is written for the child `days`.
+        """
+        self._write_stored_values(parent)
+        self.writer.write(parent.add_key(child))
 
     def _write_stored_values(self, element: Element) -> None:
         """Write the stored values of the closed children of `element`."""
@@ -250,14 +253,11 @@ class NestedReader(StepReader):
     def _write_unshared_key(self, element: Element) -> None:
         """Write the JSON key of an element that has the name of its previous sibling.
 
-        `_open_element` wrote no key, because the two elements could have become the items of one
-        array. But an element with children cannot be such an item, so the object contains the key
-        twice. Example: for `<a>1</a><a><b>` (the prefixes are omitted), `1` and `, "a": ` are
-        written for the second `<a>`.
+        `_open_element` wrote no key, because the two elements could have become items of one array.
+        But an element with children cannot be such an item, so the key is repeated. Example: for
+        `<a>1</a><a><b>` (the prefixes are omitted), `1, "a": ` is written for the second `<a>`.
         """
-        parent = self._elements[-2]  # `element` is the innermost element.
-        self._write_stored_values(parent)
-        self.writer.write(parent.add_key(element.name))
+        self._write_key(self._elements[-2], element.name)  # `element` is the innermost element.
         element.may_share_key = False
 
     def _next_prefix(self, text: str, pos: int) -> tuple[int, bool]:

@@ -92,21 +92,21 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
 
 
 class KeyRoles:
-    """Assigns a role, such as name, arguments or id, to each key of a tool call's JSON object.
-
-    The role depends on the format's declaration of the keys, and on the parts of the tool call that
-    precede the key.
-    """
+    """Assigns a role, such as name, arguments or id, to each key of a tool call's JSON object."""
 
     __slots__ = ("_declared_roles", "_is_confirmed", "_keys", "_parts", "_writer")
 
     def __init__(
         self, keys: Keys, parts: CallParts, writer: CallWriter, *, is_confirmed: bool
     ) -> None:
-        """Create an object that decides what the keys of one JSON object mean.
+        """Prepare to assign roles to the keys of the JSON object of one tool call.
 
-        The reader of the object changes `parts`. `is_confirmed` is true if a marker or an earlier
-        tool call shows that the object is a tool call.
+        Args:
+            keys: The keys that the format declares, such as `name` and `arguments`.
+            parts: The parts of the tool call that have been read. The caller keeps them up to date.
+            writer: The writer of the tool call, which collects deviations from the declared keys.
+            is_confirmed: Whether a marker or an earlier tool call shows that the JSON object is a
+                tool call.
         """
         self._keys = keys
         self._declared_roles = declared_roles(keys)
@@ -203,10 +203,7 @@ class NameIsKeyRoles:
     __slots__ = ("_parts",)
 
     def __init__(self, parts: CallParts) -> None:
-        """Create an object that decides what the keys of one JSON object mean.
-
-        The reader of the object changes `parts`.
-        """
+        """Store `parts`, which the caller keeps up to date while it reads the JSON object."""
         self._parts = parts
 
     def role_of(self, path: str, *, is_object: bool) -> KeyRole:  # noqa: ARG002 - as in KeyRoles
@@ -217,11 +214,10 @@ class NameIsKeyRoles:
 def create_roles(
     keys: Keys | NameIsKey, parts: CallParts, writer: CallWriter, *, is_confirmed: bool
 ) -> KeyRoles | NameIsKeyRoles:
-    """Create the object that decides what the keys of one JSON object mean.
+    """Create the object that assigns roles to the keys of a tool call's JSON object.
 
-    `keys` declares the keys of the name and of the arguments, or that the name itself is a key. The
-    reader of the object changes `parts`. `is_confirmed` is true if a marker or an earlier tool call
-    shows that the object is a tool call.
+    `keys` declares the keys of the name and of the arguments, or that the name itself is a key. See
+    `KeyRoles.__init__` for the other parameters.
     """
     if isinstance(keys, NameIsKey):
         return NameIsKeyRoles(parts)

@@ -20,6 +20,7 @@ from nereid_parsers.template.conversation import (
     SECOND_KEY,
     SECOND_TOOL,
 )
+from nereid_parsers.template.difference import text_between
 from nereid_parsers.template.list_markup import ListMarkup
 
 # The XML tags of two arguments. The name of a tag is the key of the argument, such as `city` in
@@ -74,19 +75,18 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 def _split_nested_call(two_arguments: str) -> _NestedCall | None:
     """Find the texts around the arguments of a tool call with two XML elements as arguments.
 
-    Example: in `<c>f #<a>1#</a>#<b>2#</b></c>`, `before_name` is `<c>`, `after_name` is a space,
-    `tag_marker` is `#`, and `after_arguments` is `</c>`.
+    Example: in `<call>f #<city>Rome#</city>#<days>3#</days></call>`, `before_name` is `<call>`,
+    `after_name` is a space, `tag_marker` is `#`, and `after_arguments` is `</call>`.
 
     Return None if the arguments are not XML elements, or if no marker precedes the tags.
     """
-    # The example is split at `f`, `<a>`, `1`, `</a>` and `</b>`.
-    first_argument = (_FIRST_OPENING_TAG, FIRST_VALUE, _FIRST_CLOSING_TAG)
-    pieces = split_at_words(two_arguments, FIRST_TOOL, *first_argument, _SECOND_CLOSING_TAG)
+    # In the example, these words are `f`, `<city>` and `</days>`.
+    pieces = split_at_words(two_arguments, FIRST_TOOL, _FIRST_OPENING_TAG, _SECOND_CLOSING_TAG)
     if pieces is None:
         return None
-    before_name, before_first_tag, _, before_closing_tag, _, after_arguments = pieces
-    # Only the marker is between the value `1` and the closing tag `</a>`.
-    tag_marker = before_closing_tag.strip()
+    before_name, before_first_tag, arguments, after_arguments = pieces
+    # Only the marker is between the first value, `Rome`, and its closing tag, `</city>`.
+    tag_marker = (text_between(arguments, FIRST_VALUE, _FIRST_CLOSING_TAG) or "").strip()
     if not tag_marker:  # `read_tagged` reads tags without a marker.
         return None
     after_name = before_first_tag.removesuffix(tag_marker)

@@ -95,20 +95,17 @@ class DraftModel:
         """Create a draft model without sequences.
 
         Args:
-            path: the forward path of the small model, or of an MTP layer of the large model.
+            path: the forward path of a small model, or of an MTP layer (a multi-token prediction
+                layer of the large model).
             sizes: the sizes of the cache of `path`.
             hook: the attention function that transformers calls for the small model; None for an
                 MTP layer, which uses the attention function of the large model.
         """
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
-        # If the draft model is an MTP layer (a multi-token prediction layer of the large model),
-        # `_mtp` is the same object as `_path`. If the draft model is a separate small model, `_mtp`
-        # is None. An MTP layer also needs the hidden states of the large model.
+        # The path of an MTP layer, which also needs the hidden states of the large model. None if
+        # the draft model is a separate small model.
         self._mtp = path if isinstance(path, MtpPath) else None
-        # An MTP layer leaves out the first token of a sequence, because it combines each token with
-        # the hidden state of the previous token.
-        self._num_skipped = 0 if self._mtp is None else 1
         self._hook = hook
         self._sizes = sizes
         self._sampler = Sampler()
@@ -230,9 +227,12 @@ class DraftModel:
         blocks of the KV cache and a row of the batch. If there are not enough free blocks, change
         nothing and return None.
         """
+        # An MTP layer combines each token with the hidden state of the previous token. The first
+        # token of the sequence is therefore left out.
+        num_skipped = 0 if self._mtp is None else 1
         draft_sequence = Sequence(
             target.request_id,
-            target.token_ids[self._num_skipped :],
+            target.token_ids[num_skipped:],
             target.params,
             max_total_tokens=target.max_total_tokens,
         )
@@ -245,7 +245,7 @@ class DraftModel:
             # Let the MTP layer use the hidden states of `target`.
             self._mtp.follow(draft_sequence, target)
         num_known = len(draft_sequence.token_ids)
-        draft = SequenceDraft(target, draft_sequence, self._num_skipped, num_known)
+        draft = SequenceDraft(target, draft_sequence, num_skipped, num_known)
         self._drafts[target] = draft
         return draft
 

@@ -361,10 +361,11 @@ class Scheduler:
             return self._end_failed(sequence, sampled.error, is_refused=sampled.is_refused)
         if sequence in self._pending_plans.ended_sequences:
             return None
-        chunk_end = chunk.start + chunk.num_tokens
         num_known = len(sequence.token_ids)
+        chunk_end = chunk.start + chunk.num_tokens
+        has_drafts = chunk_end > num_known
         # Draft tokens at the end of the chunk do not count as computed before they are verified.
-        sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
+        sequence.num_computed_tokens = num_known if has_drafts else chunk_end
         ending = None
         if sampled is not None:
             ending = append_sampled(sequence, sampled)
@@ -373,9 +374,7 @@ class Scheduler:
         # Add the full blocks before the sequence can end, because an ended sequence has no blocks.
         if self.cache is not None:
             self.cache.add(sequence)
-        update = None
-        if sampled is not None:
-            update = self._report(sequence, sampled, num_known, ending)
+        update = None if sampled is None else self._report(sequence, sampled, num_known, ending)
         if self._has_windows:
             # This call does nothing if the sequence has ended and has released its blocks.
             self._tables.free_blocks_before_window(sequence)

@@ -96,17 +96,19 @@ class Sequence:
         """
         self.request_id = request_id
         self.index = 0
-        self.rank: tuple[int, ...] = ()
-        self.row: int | None = None
-        # The parameters of the request.
         self.params = params
         self.max_total_tokens = max_total_tokens
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids).union(eos)
         self.seed = seed
-        self.guide: Guide | None = None
+        # The engine sets these attributes if the request has a LoRA adapter, images or a grammar.
         self.adapter: Adapter | None = None
         self.images: ImageInputs | None = None
+        self.guide: Guide | None = None
+        # The scheduler sets these attributes: the position in the order of scheduling, and the
+        # index in the runner's tables while the sequence runs.
+        self.rank: tuple[int, ...] = ()
+        self.row: int | None = None
         self._set_initial_state(prompt_token_ids)
 
     def _set_initial_state(self, prompt_token_ids: abc.Sequence[int]) -> None:

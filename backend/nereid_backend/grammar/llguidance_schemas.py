@@ -114,24 +114,22 @@ def replace_exclusive_bounds(schema: object) -> None:
 
 
 def _allows_excluded_number(schema: Mapping[str, object], bound: _Bound, opposite: _Bound) -> bool:
-    """Return whether llguidance 1.9 allows the number that an exclusive bound excludes.
+    """Return whether llguidance 1.9 wrongly allows the number that an exclusive bound excludes.
 
-    llguidance allows the number if it is an integer, and the opposite bound is less than 1 away.
-    Exclusive minimums below 0 and exclusive maximums above 0 are handled correctly.
+    llguidance has this bug if the number is an integer, the opposite bound is less than 1 away, and
+    an exclusive minimum is at least 0, or an exclusive maximum is at most 0.
 
     Examples: {"exclusiveMinimum": 3, "maximum": 3.6} and {"exclusiveMaximum": -3, "minimum": -3.6}
     return True for the exclusive bound. {"exclusiveMinimum": 3, "maximum": 4} returns False.
-
-    `bound.direction` is 1 for a minimum and -1 for a maximum.
     """
     excluded = schema.get(bound.exclusive)
     opposite_numbers = _numbers(schema, opposite)
     if not _is_integer(excluded) or not opposite_numbers:
         return False
-    is_handled_correctly = bound.direction * excluded < 0
+    # `direction` is 1 for a minimum and -1 for a maximum.
+    points_away_from_zero = bound.direction * excluded >= 0
     size_of_range = bound.direction * (opposite.strictest(opposite_numbers) - excluded)
-    is_narrow = size_of_range < 1
-    return is_narrow and not is_handled_correctly
+    return points_away_from_zero and size_of_range < 1
 
 
 def _make_inclusive(schema: dict[str, Any], bound: _Bound) -> None:

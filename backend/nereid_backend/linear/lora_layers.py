@@ -122,19 +122,23 @@ class LoraLayers:
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
         """Store the matrices of an adapter, and register the forward hooks that apply the adapter.
 
+        The CPU kernels compute the layers in `self._native`. torch computes the other layers.
+
         Args:
             adapter: the adapter.
             weights: the two matrices for each changed linear layer, by the name of the layer.
         """
         for_kernels = {name: pair for name, pair in weights.items() if name in self._native}
         for_torch = {name: pair for name, pair in weights.items() if name not in self._native}
-        hooks = self._choose_hooks(weights)
         self._native.add(adapter, for_kernels)
+        hooks = self._choose_hooks(weights)  # maps names of layers to forward hooks
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
+            # The rank limits the concatenated matrices, which only torch uses.
             total_rank=sum(len(pair.down) for pair in for_torch.values()),
             hooked_layers=list(hooks),
         )
+        # All adapters share the hook of a layer, so some hooks may already be registered.
         for name in hooks.keys() - self._hooks.keys():
             layer = self._model.get_submodule(name)
             self._hooks[name] = layer.register_forward_hook(partial(hooks[name], name))

@@ -220,12 +220,15 @@ def _rows_variants(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[Path
 
 
 def _rows_variants_with_hook(checkpoint: Checkpoint, hook: AttentionHook) -> list[PathSpec]:
-    """Return those variants of the forward path `rows` that use Nereid's attention function.
+    """Describe the ways to run a model in the path `rows` with Nereid's attention function.
 
-    `hook` is this function, which reads keys and values directly from blocks.
+    In this path, a forward pass has one row for each sequence. The attention function (`hook`)
+    reads keys and values directly from the blocks of the KV cache.
+
+    Mutates: `checkpoint`, because its attention is set to `hook`.
 
     Raises:
-        Exception: of any class, if the function cannot compute the attention of the model.
+        Exception: of any class, if `hook` cannot compute the attention of the model.
     """
     set_attention(checkpoint, hook)
     layers = probe_recurrent_model(checkpoint, hook)

@@ -192,8 +192,7 @@ def _check_logits(
     spec = _sharded_spec(shard, ranks)
     progress("comparing the logits of the divided model with those of the undivided model")
     try:
-        # Load the undivided model for a short time, and compute the expected logits with it.
-        trials = _undivided_trials(config, hook, shard)
+        trials = _compute_undivided_logits(config, hook, shard)
         chosen = check_variant(checkpoint, spec, trials)
     except UnfitError as error:
         raise UnsupportedModelError(
@@ -215,14 +214,14 @@ def _sharded_spec(shard: Shard, ranks: Ranks) -> PathSpec:
     return replace(shard.spec, build=build_on_all_ranks)
 
 
-def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
-    """Compute the logits of test sequences with the undivided model on the CPU.
+def _compute_undivided_logits(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
+    """Load the undivided model on the CPU, and compute its logits for test sequences.
 
     The logits of the divided model are later compared with these logits. `shard` is the part of the
     divided model that this process computes.
 
     Returns:
-        The object that has cached the test sequences and their logits.
+        A cache that contains the test sequences and their logits.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.
@@ -235,10 +234,10 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
         progress=lambda _line: None,
         trust_remote_code=config.trust_remote_code,
     )
-    trials = Trials(undivided, config)
+    trials = Trials(undivided, config)  # The cache is still empty.
     with _more_threads():
-        # Compute the logits now, while the other ranks are idle. Later calls of `get_for` return
-        # the same logits from the cache of `trials`.
+        # `get_for` computes the logits and caches them. More threads can compute now, because the
+        # other ranks are idle.
         trials.get_for(shard.spec)
     return trials
 

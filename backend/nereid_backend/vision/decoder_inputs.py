@@ -167,28 +167,30 @@ def _stopped_before(decoder: Module) -> Iterator[dict[str, Any]]:
 def first_call_arguments(
     model: Any,  # noqa: ANN401 - a model of transformers
     ids: Tensor,
-    arguments: Mapping[str, object],
+    image_arguments: Mapping[str, object],
 ) -> dict[str, Any]:
     """Return the arguments that transformers' `generate` passes to the first call of the model.
 
     The caller runs the model with these arguments without generating tokens. Like `generate`, this
     function calls the model's own methods, which compute the positions and select the arguments.
+    transformers has no public method for the positions.
 
     Args:
         model: a vision-language model.
         ids: the token ids of the prompt, [1, num_tokens].
-        arguments: the prepared images, such as {"pixel_values": ...}.
+        image_arguments: the prepared images, such as {"pixel_values": ...}.
     """
-    kwargs: dict[str, Any] = {
+    prompt_arguments: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
         "use_cache": False,  # There is only one call, so no KV cache is needed.
-        **arguments,
+        **image_arguments,
     }
-    kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, kwargs)
-    inputs: dict[str, Any] = model.prepare_inputs_for_generation(
-        ids, is_first_iteration=True, **kwargs
+    positions = model._prepare_position_ids_for_generation(ids, prompt_arguments)
+    prompt_arguments["position_ids"] = positions
+    call_arguments: dict[str, Any] = model.prepare_inputs_for_generation(
+        ids, is_first_iteration=True, **prompt_arguments
     )
-    return inputs
+    return call_arguments
 
 
 def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:

@@ -71,7 +71,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Install the server and write the launcher, unless both are up to date. Return exit code 0.
+    """Install the server and its launcher, unless both are up to date. Return 0, the exit code.
 
     Raises: FailureError if a file cannot be written. CliError if the library libpython is missing.
     """

@@ -16,7 +16,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a report about the chat template.
+    """Print a report about the chat template, and return the exit code.
 
     Raises: CliError if the path is neither a template nor a checkpoint.
     """

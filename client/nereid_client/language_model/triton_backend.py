@@ -290,10 +290,10 @@ def _inputs(generation: Generation) -> list[InputTensor]:
     if generation.text_input is not None:
         inputs.append(_text_tensor("text_input", generation.text_input))
     if generation.chat_request is not None:
-        chat_request = _with_fields(generation.chat_request, generation)
+        chat_request = _append_frontend_fields(generation.chat_request, generation)
         inputs.append(_text_tensor("chat_request", chat_request))
     if generation.sampling_parameters is not None:
-        parameters = _with_fields(generation.sampling_parameters, generation)
+        parameters = _append_frontend_fields(generation.sampling_parameters, generation)
         inputs.append(_text_tensor("sampling_parameters", parameters))
     if generation.input_ids is not None:
         inputs.append(InputTensor("input_ids", "INT32", generation.input_ids))
@@ -304,16 +304,16 @@ def _text_tensor(name: str, text: str) -> InputTensor:
     return InputTensor(name, "BYTES", [text.encode()])
 
 
-def _with_fields(text: str, generation: Generation) -> str:
-    """Append fields about the client and the LoRA adapter to the JSON object in `text`.
+def _append_frontend_fields(text: str, generation: Generation) -> str:
+    """Append the fields that the frontend sets, such as the client id, to a JSON object.
 
-    The text is not parsed, because it can be several megabytes long. If the object already contains
-    one of the fields, the result contains the key twice. JSON parsers use the last value, so a
-    client cannot replace the appended value.
+    `text` is the JSON object. The text is not parsed, because it can be several megabytes long. If
+    a client has sent one of the fields, the result contains the key twice. The backend's JSON
+    parser uses the last value, so a client cannot replace the appended value.
 
     Example: '{"n": 1}' returns '{"n": 1, "client_id": "a", "client_weight": 1.0}'.
     """
-    fields = _fields_of_frontend(generation)
+    fields = _frontend_fields(generation)
     if not fields:
         return text
     opened_object = text.rstrip().removesuffix("}").rstrip()  # such as '{"n": 1'
@@ -321,11 +321,12 @@ def _with_fields(text: str, generation: Generation) -> str:
     return opened_object + separator + json.dumps(fields, ensure_ascii=False).removeprefix("{")
 
 
-def _fields_of_frontend(generation: Generation) -> dict[str, object]:
+def _frontend_fields(generation: Generation) -> dict[str, object]:
     """Return the fields of a request that the frontend sets, and not the client."""
     fields: dict[str, object] = {}
     if generation.client_id:
-        fields = {"client_id": generation.client_id, "client_weight": generation.client_weight}
+        fields["client_id"] = generation.client_id
+        fields["client_weight"] = generation.client_weight
     if generation.priority is not None:
         fields["priority"] = generation.priority
     if generation.lora_name:

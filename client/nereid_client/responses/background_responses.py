@@ -175,7 +175,7 @@ class Responses:
 
         Returns: False if the response does not fit into the store.
         """
-        return self.store.add(_stored(builder, input_items))
+        return self.store.add(_to_stored_response(builder, input_items))
 
     async def _generate(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         """Generate a response. If the generation fails or exceeds a limit, record the error."""
@@ -198,7 +198,7 @@ class Responses:
             _log.error("Response %s failed because of a bug", run.id, exc_info=bug)
         if not run.builder.is_over:
             run.record(_last_events(run.builder, bug))
-        record = _stored(run.builder, run.input_items, run.events, is_background=True)
+        record = _to_stored_response(run.builder, run.input_items, run.events, is_background=True)
         try:
             self.store.finish(run, record)
         except sqlite3.Error as error:  # for example a full disk
@@ -272,16 +272,27 @@ def encode(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _stored(
+def _to_stored_response(
     builder: ResponseBuilder,
     input_items: bytes,
     events: Sequence[bytes] | None = None,
     *,
     is_background: bool = False,
 ) -> StoredResponse:
-    """Return the database entry for a response that `builder` has built."""
+    """Convert a response that has ended to the object that the store saves.
+
+    Args:
+        builder: the object that has built the response.
+        input_items: the JSON list of the items that the model read.
+        events: the events of the stream; None if the stream cannot be read again.
+        is_background: whether the response was generated in the background.
+    """
     response = builder.as_json()
-    output_ids = tuple(item["id"] for item in response["output"])
     return StoredResponse(
-        builder.id, encode(response), input_items, output_ids, events, is_background
+        id=builder.id,
+        response=encode(response),
+        input_items=input_items,
+        output_ids=tuple(item["id"] for item in response["output"]),
+        events=events,
+        is_background=is_background,
     )

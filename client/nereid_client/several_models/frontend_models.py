@@ -21,7 +21,7 @@ from nereid_client.several_models.models_file import ModelSpec, read_models_file
 def create_contexts(
     settings: Settings, metrics: RequestMetrics, make_backend: Callable[[], Backend] | None
 ) -> Contexts:
-    """Create the object that contains the settings and the backend of each language model.
+    """Create the `Contexts`, which contain the settings and the backend of each language model.
 
     The file `settings.models_file` describes the models. Without such a file, the frontend has one
     language model. Call this function in a running event loop.
@@ -29,18 +29,18 @@ def create_contexts(
     Args:
         settings: the settings of the frontend.
         metrics: counts the tokens of each client.
-        make_backend: creates the backend of the only language model. If this argument is given, the
-            file is ignored. None means that the Triton server is the backend.
+        make_backend: creates the backend of the only language model, for example for a test. The
+            file is then ignored. None means that the Triton server is the backend.
 
     Raises: SettingsError if the file of the models is wrong.
     """
-    if settings.models_file and make_backend is None:
+    backend: Backend
+    if make_backend is not None:
+        backend = make_backend()
+    elif settings.models_file:
         return _contexts_of_file(settings, metrics)
-    backend = (
-        TritonBackend(settings.grpc_url, settings.ensemble)
-        if make_backend is None
-        else make_backend()
-    )
+    else:
+        backend = TritonBackend(settings.grpc_url, settings.ensemble)
     return Contexts((Context(settings, ClientBackend(backend, metrics)),))
 
 

@@ -129,7 +129,8 @@ class ServedModels:
         """Write a model repository with all models to a folder, and replace an existing folder.
 
         If the file system has locks, other servers cannot replace the folder until this process
-        ends. They may run in other containers, so that they can have the same port.
+        ends. Without the lock, two servers with the same port in different containers could use the
+        same folder.
 
         Args:
             folder: the folder of the new model repository.

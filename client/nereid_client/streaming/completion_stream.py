@@ -98,7 +98,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         choice = _choice(delta.get("text", ""), delta)
         if self._options.logprobs:
             choice["logprobs"] = self._logprobs_of(number, delta)
-        choice |= _token_ids(self._options, delta)
+        choice |= _token_ids(self._options, generated=delta, prompt=delta)
         return [self.chunk({"index": number, **choice})]
 
     def _logprobs_of(self, number: int, delta: Delta) -> Json | None:
@@ -196,7 +196,7 @@ def _whole_choice(
         choice["logprobs"] = _whole_logprobs(frame, options, echoed_prompt, prompt_total, total)
     if options.prompt_logprobs:
         choice["prompt_logprobs"] = prompt_logprobs(prompt_total.get("prompt_logprobs", []))
-    return choice | _token_ids(options, total, prompt_total)
+    return choice | _token_ids(options, generated=total, prompt=prompt_total)
 
 
 def _whole_logprobs(
@@ -240,26 +240,24 @@ def _usage_without_dropped_tokens(options: CompletionOptions, total: Delta) -> U
     return prompt_usage
 
 
-def _token_ids(
-    options: CompletionOptions, delta: Delta, delta_with_prompt: Delta | None = None
-) -> Json:
+def _token_ids(options: CompletionOptions, *, generated: Delta, prompt: Delta) -> Json:
     """Return the fields with token ids. If the request does not ask for token ids, return {}.
 
     Args:
         options: the options that decide what the choice contains.
-        delta: the delta with the generated token ids.
-        delta_with_prompt: the delta with the token ids of the prompt. By default, `delta`.
+        generated: the delta that contains the generated token ids, if there are any.
+        prompt: the delta that contains the token ids of the prompt, if they are reported. In a
+            stream, both deltas are the same object.
     """
     if not options.token_ids:
         return {}
     fields: Json = {}
-    if "token_ids" in delta:
-        # With max_tokens=0, the backend still generates one token in order to compute the
-        # log-probabilities of the prompt. This token is dropped.
-        fields["token_ids"] = [] if options.only_prompt else delta["token_ids"]
-    prompt_delta = delta if delta_with_prompt is None else delta_with_prompt
-    if "prompt_token_ids" in prompt_delta:
-        fields["prompt_token_ids"] = prompt_delta["prompt_token_ids"]
+    if "token_ids" in generated:
+        # If only the prompt is requested (max_tokens=0), the backend still generates one token in
+        # order to compute the log-probabilities of the prompt. This token is dropped.
+        fields["token_ids"] = [] if options.only_prompt else generated["token_ids"]
+    if "prompt_token_ids" in prompt:
+        fields["prompt_token_ids"] = prompt["prompt_token_ids"]
     return fields
 
 

@@ -33,9 +33,7 @@ _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
 _ZOMBIE_S = 0.4  # a stub that is a zombie for this many seconds is reported as dead
-# A stub that has disappeared is reported as dead only after this many seconds. When a server stops,
-# its stubs disappear shortly before the server. These stubs must not be reported.
-_DISAPPEARED_S = 2.0
+_DISAPPEARED_S = 2.0  # a stub that disappeared this many seconds ago is reported as dead
 _CHECK_EVERY_S = 1.0
 _HANGS_AFTER_S = 5.0
 
@@ -57,7 +55,7 @@ class StubWatch:
         *,
         can_unload: bool = False,
     ) -> None:
-        """Create the object. The first call of `find_dead_model` finds the stub processes.
+        """Create the object. The first call of `detect_dead_model` finds the stub processes.
 
         Args:
             server: the process id of the server, or of the script that becomes the server by exec.
@@ -65,12 +63,12 @@ class StubWatch:
             can_unload: whether the server can unload models, which ends their stubs.
         """
         self.are_models_loaded = False  # the supervisor sets it when all models have answered
-        self.has_stub_crashed = False  # `find_dead_model` sets it when it finds a dead stub
+        self.has_stub_crashed = False  # `detect_dead_model` sets it when it finds a dead stub
         self._server = server
         self._clock = clock
         self._can_unload = can_unload
 
-        # The state of `find_dead_model`.
+        # The state of `detect_dead_model`.
         self._models: dict[int, str] = {}  # maps the process id of a stub to the name of its model
         # Maps the process id of each dead stub to the time at which the supervisor found that it is
         # dead.
@@ -83,13 +81,13 @@ class StubWatch:
         # waiting, the value is None.
         self._waiting_since: float | None = None
 
-    def find_dead_model(self) -> str | None:
-        """Search for a stub process that has died, and return the name of its model, or None.
+    def detect_dead_model(self) -> str | None:
+        """Observe the stub processes. If one has died, return the name of its model, else None.
 
-        A stub is a process that runs one Python model. The Triton server starts the stubs.
+        A stub is a process that runs one Python model. The Triton server starts the stubs. The
+        supervisor calls this method repeatedly.
 
-        Mutates: `_models`, to which new stubs are added. If a model is returned, also
-            `has_stub_crashed`.
+        Mutates: the record of the observed stubs. If a stub has died, also `has_stub_crashed`.
         """
         now = self._clock()
         if now >= self._rescan_due:
@@ -98,8 +96,8 @@ class StubWatch:
         for pid, model in list(self._models.items()):
             process = process_of(pid)
             if self._has_died(pid, process, now):
-                # The exit status shows whether a signal such as SIGSEGV ended the stub. Only the
-                # process table entry of a zombie contains this status.
+                # `has_crashed` depends on the exit status, which only the process table entry of a
+                # zombie contains. If the entry has disappeared, the reason of the death is unknown.
                 self.has_stub_crashed = process is not None and process.has_crashed
                 return model
         return None

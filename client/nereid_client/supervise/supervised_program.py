@@ -54,7 +54,7 @@ class SupervisedProgram:
             return self.child.describe_end()
         if self.child.crash_line is not None:
             return f"{self.name} crashed ({self.child.crash_line})"
-        model = self.stubs.find_dead_model()
+        model = self.stubs.detect_dead_model()
         return f"{self.name}: the process of the model {model} died" if model else None
 
     @property

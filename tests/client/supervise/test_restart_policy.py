@@ -63,7 +63,7 @@ def stub(tmp_path, seconds):
 def look_for(watch, seconds):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if model := watch.find_dead_model():
+        if model := watch.detect_dead_model():
             return model
         time.sleep(0.05)
     return None
@@ -72,7 +72,7 @@ def look_for(watch, seconds):
 def test_a_stub_that_died_and_was_not_waited_for_is_found(tmp_path):
     process = stub(tmp_path, 60)
     watch = StubWatch(os.getpid())
-    assert watch.find_dead_model() is None
+    assert watch.detect_dead_model() is None
     process.kill()
     try:
         assert look_for(watch, 60) == "a model"
@@ -86,7 +86,7 @@ def test_a_stub_that_died_and_was_not_waited_for_is_found(tmp_path):
 def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, number, has_crashed):
     process = stub(tmp_path, 60)
     watch = StubWatch(os.getpid())
-    watch.find_dead_model()
+    watch.detect_dead_model()
     process.send_signal(number)
     try:
         assert look_for(watch, 60)
@@ -112,7 +112,7 @@ def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
         for process, is_given_up in ((waiting, True), (working, False)):
             clock = Clock()
             watch = StubWatch(process.pid, clock)
-            watch.find_dead_model()
+            watch.detect_dead_model()
             assert not watch.detect_hang()
             clock.now += 6
             assert watch.detect_hang() == is_given_up
@@ -127,7 +127,7 @@ def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
 def test_a_stub_that_was_waited_for_was_meant_to_end(tmp_path):
     process = stub(tmp_path, 60)
     watch = StubWatch(os.getpid())
-    watch.find_dead_model()
+    watch.detect_dead_model()
     process.kill()
     process.wait()
     assert look_for(watch, 1) is None
@@ -145,14 +145,14 @@ def test_a_stub_of_a_loaded_model_that_disappears_has_died(
     clock = Clock()
     watch = StubWatch(os.getpid(), clock, can_unload=can_unload)
     watch.are_models_loaded = are_models_loaded
-    wait_for(lambda: watch.find_dead_model() is None and process.pid in pids_of_stubs())
+    wait_for(lambda: watch.detect_dead_model() is None and process.pid in pids_of_stubs())
     clock.now += 6
-    watch.find_dead_model()
+    watch.detect_dead_model()
     process.kill()
     process.wait()
-    assert watch.find_dead_model() is None
+    assert watch.detect_dead_model() is None
     clock.now += 3
-    assert watch.find_dead_model() == model
+    assert watch.detect_dead_model() == model
 
 
 def pids_of_stubs():

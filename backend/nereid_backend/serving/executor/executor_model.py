@@ -40,8 +40,7 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
-# Every request to the executor must have the input `envelope`. In a request about adapters, weights
-# or the prefix cache, the envelope is a placeholder of at most `_MAX_PLACEHOLDER_BYTES` bytes. The
+# The size of the envelope in a request that generates no text; see `ExecutorModel.accept`. The
 # envelopes of the tokenizer have more bytes.
 _MAX_PLACEHOLDER_BYTES = 1
 # Suppose that a message to the postprocessor is due, but the postprocessor has not processed the
@@ -137,17 +136,19 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Send a request for text to an engine process, or queue an operation for all processes.
 
         An operation is a request about adapters, weights or the prefix cache. The envelope of a
-        request for text contains its parameters. The envelope of an operation is a placeholder.
+        request for text contains its parameters. The envelope of an operation is a placeholder of
+        at most one byte, because every request to the executor must have an envelope.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
         packed_envelope = tensors.array(request, tensor_names.ENVELOPE)
-        # The ensemble passes the parameters of its clients on. A request to the ensemble must
-        # generate text, even if a parameter has the name of an operation, such as "cache".
-        is_placeholder = packed_envelope.size <= _MAX_PLACEHOLDER_BYTES
-        if is_placeholder and self._engine_calls.put(tensors.parameters(request), sender):
-            return  # The request was an operation, and `put` has queued it.
+        # A request for text is no operation, even if a client has given it a parameter with the
+        # name of an operation, such as "cache".
+        if packed_envelope.size <= _MAX_PLACEHOLDER_BYTES:
+            is_queued = self._engine_calls.put(tensors.parameters(request), sender)
+            if is_queued:
+                return
         envelope = RequestEnvelope.unpack(packed_envelope)
         self._refuse_health_check_during_replacement(envelope)
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()

@@ -79,12 +79,12 @@ class WaitingLimits:
         with self._lock:
             wait_s = self._estimated_wait_s(timing.arrived, timing.client_id)
             reason = (
-                self._request_limit_error(timing.client_id)
-                or self._token_limit_error(timing.client_id, timing.num_prompt_tokens)
-                or self._image_limit_error(timing.client_id, timing.num_image_bytes)
-                or self._wait_limit_error(min(timing.queue_timeout_s, timing.timeout_s), wait_s)
+                self._request_refusal_reason(timing.client_id)
+                or self._token_refusal_reason(timing.client_id, timing.num_prompt_tokens)
+                or self._image_refusal_reason(timing.client_id, timing.num_image_bytes)
+                or self._wait_refusal_reason(min(timing.queue_timeout_s, timing.timeout_s), wait_s)
             )
-            if reason is not None:
+            if reason is not None:  # a sentence without its full stop
                 raise CapacityError(f"{reason}. {_retry_sentence(wait_s)}")
             self._request_limit.add(timing.client_id, 1)
             self._token_limit.add(timing.client_id, timing.num_prompt_tokens)
@@ -118,8 +118,11 @@ class WaitingLimits:
             sentence = _retry_sentence(self._estimated_wait_s(time.monotonic(), client_id))
         return _TRY_LATER.sub(sentence, message)
 
-    def _request_limit_error(self, client: str) -> str | None:
-        """Return an error if a new request of `client` would exceed the limit on requests."""
+    def _request_refusal_reason(self, client: str) -> str | None:
+        """Return a reason to refuse a new request of `client`, if too many requests are waiting.
+
+        The reason is a sentence without its full stop.
+        """
         if self._request_limit.allows(client, 1):
             return None
         return (
@@ -127,14 +130,15 @@ class WaitingLimits:
             f"the limit is {self._request_limit.limit} (max_num_waiting)"
         )
 
-    def _token_limit_error(self, client: str, num_tokens: int) -> str | None:
-        """Return an error if a request with `num_tokens` tokens would exceed the limit on tokens.
+    def _token_refusal_reason(self, client: str, num_tokens: int) -> str | None:
+        """Return a reason to refuse a request, if its prompt of `num_tokens` tokens is too long.
 
-        If no other request is waiting, a request may have any number of tokens. Otherwise, a long
-        prompt could never be accepted. A limit of 0 means no limit.
+        The reason is a sentence without its full stop. If no other request is waiting, a request
+        may have any number of tokens. Otherwise, a long prompt could never be accepted. A limit of
+        0 means no limit.
         """
-        has_limit = self._token_limit.limit > 0 and self._request_limit.used > 0
-        if not has_limit or self._token_limit.allows(client, num_tokens):
+        limit_applies = self._token_limit.limit > 0 and self._request_limit.used > 0
+        if not limit_applies or self._token_limit.allows(client, num_tokens):
             return None
         return (
             f"requests with {self._token_limit.used} prompt tokens are waiting"
@@ -142,15 +146,15 @@ class WaitingLimits:
             f"limit is {self._token_limit.limit} (max_waiting_tokens)"
         )
 
-    def _image_limit_error(self, client: str, num_bytes: int) -> str | None:
-        """Return an error if a request with images of `num_bytes` bytes would exceed the limit.
+    def _image_refusal_reason(self, client: str, num_bytes: int) -> str | None:
+        """Return a reason to refuse a request, if its images of `num_bytes` bytes are too large.
 
-        The limit applies only if other requests with images are waiting. Otherwise, large images
-        could never be accepted.
+        The reason is a sentence without its full stop. The limit applies only if other requests
+        with images are waiting. Otherwise, large images could never be accepted.
         """
         used_bytes = self._image_limit.used  # the size of the images of all waiting requests
-        has_limit = num_bytes > 0 and used_bytes > 0
-        if not has_limit or self._image_limit.allows(client, num_bytes):
+        limit_applies = num_bytes > 0 and used_bytes > 0
+        if not limit_applies or self._image_limit.allows(client, num_bytes):
             return None
         return (
             f"requests with prepared images of {format_bytes(used_bytes)} are waiting"
@@ -159,11 +163,11 @@ class WaitingLimits:
             "the memory that was free at the start). Send fewer or smaller images"
         )
 
-    def _wait_limit_error(self, limit_s: float, wait_s: float | None) -> str | None:
-        """Return an error if the time limit of a request would probably expire in the queue.
+    def _wait_refusal_reason(self, limit_s: float, wait_s: float | None) -> str | None:
+        """Return a reason to refuse a request, if the request would wait too long in the queue.
 
-        The real wait may be longer than the estimate `wait_s`, so even an estimate slightly below
-        the time limit `limit_s` is too long.
+        The reason is a sentence without its full stop. The real wait may be longer than the
+        estimate `wait_s`, so even an estimate slightly below the time limit `limit_s` is too long.
         """
         if wait_s is None or wait_s <= _SAFETY_FACTOR * limit_s:
             return None

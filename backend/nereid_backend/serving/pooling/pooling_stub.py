@@ -151,7 +151,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             check_single_instance(args)
             self._settings, config = read_pooling_settings(self.kind, args)
             if config is not None:  # The settings contain a checkpoint.
-                self._start_worker(config)
+                self._serve_checkpoint(config)
         except NereidError as error:
             raise tensors.load_error(error) from error
         self._metrics = PoolingMetrics(args.get("model_name", self.kind))
@@ -345,26 +345,30 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         process.num_attempts = 0
         self._metrics.note_restart()
 
-    def _start_worker(self, config: PoolingConfig) -> None:
-        """Start the worker process, and check that this model can serve the checkpoint's task.
+    def _serve_checkpoint(self, config: PoolingConfig) -> None:
+        """Start the worker process, and set the limit on the number of inputs.
 
         Raises:
             EngineError: the worker cannot be started, or the checkpoint has another task.
         """
+        worker = self._start_worker(config)
+        self._check_task(worker, config.model)
+        self.processes = [worker]
+        # If the setting max_num_waiting is missing, the limit depends on the model's length limit,
+        # which the worker has reported.
+        text_limit = _text_limit(worker.child.info)
+        self._max_inputs = config.max_num_waiting or text_limit.default_max_num_waiting
+
+    def _start_worker(self, config: PoolingConfig) -> SupervisedProcess:
+        """Start the worker process. In an error, name the prefix of this model's variables."""
         program = self._worker_program(config)
         try:
-            worker = SupervisedProcess.start(program, log_prefix=self.log_prefix)
+            return SupervisedProcess.start(program, log_prefix=self.log_prefix)
         except NereidError as error:
             raise EngineError(
                 f"{self.kind}: {error} (The variables of this model begin with "
                 f"{self._variable_prefix}.)"
             ) from error
-        self.processes = [worker]
-        # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
-        # the model's length limit, which the worker has reported.
-        text_limit = _text_limit(worker.child.info)
-        self._max_inputs = config.max_num_waiting or text_limit.default_max_num_waiting
-        self._check_task(worker, config.model)
 
     def _worker_program(self, config: PoolingConfig) -> ChildProgram:
         """Describe the worker process: its module, its settings, and limits on its run."""

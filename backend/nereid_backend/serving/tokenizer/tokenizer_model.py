@@ -76,16 +76,16 @@ class TokenizerModel:
         self._workers.start()
 
     def _load(self, settings: ServingSettings, config: EngineConfig) -> None:
-        """Create the objects that depend on the checkpoint, such as the tokenizer.
+        """Set the attributes that depend on the checkpoint, such as the tokenizer.
 
-        Each object becomes an attribute of the model, because Triton server creates the model
-        without arguments and sends the settings later.
+        `__init__` cannot set them, because Triton server creates the model without arguments and
+        sends the settings later.
         """
         tensors.progress(f"loading the tokenizer of {settings.model}")
         self._tokenizer = load_tokenizer(settings.model)
-        template = read_chat_template(settings)
-        if template is not None:  # The setting chat_template replaces the checkpoint's template.
-            self._tokenizer.chat_template = template
+        replacement = read_chat_template(settings)  # from the setting chat_template, or None
+        if replacement is not None:
+            self._tokenizer.chat_template = replacement
         self._image_prompts = _make_image_prompts(settings)
         self._prompt_builder = PromptBuilder(
             self._tokenizer,

@@ -9,6 +9,7 @@ import torch
 import transformers
 from backend.tiny_models import VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
+from nereid_backend.core.blocks.window import max_sequence_blocks
 from transformers import AutoConfig, PreTrainedModel
 
 Answers = list[list[int]]
@@ -16,6 +17,10 @@ Answers = list[list[int]]
 MAX_TOKENS = 16
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 4
+# The largest number of tokens of a step, in the situations that divide prompts into chunks.
+_STEP_TOKENS = 9
+# The largest number of tokens of a sequence, in the situation with preempted sequences.
+_PREEMPTED_LEN = 64
 
 
 def make_prompts(lengths=(1, 5, 11, 19, 28, 40)) -> list[list[int]]:
@@ -125,7 +130,12 @@ def run_alone(engine: Engine) -> Answers:
 def run_preempted(engine: Engine) -> Answers:
     """Answer the prompts with so few free blocks that the engine has to preempt sequences."""
     pool = engine._parts.pool
-    held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
+    # The longest sequence must fit into the free blocks, or the engine would wait for blocks
+    # forever. If a model has groups of layers with different attention windows, a sequence has
+    # blocks in each group.
+    windows, block_size = engine._parts.scheduler.windows, engine.info.block_size
+    num_blocks_of_longest = max_sequence_blocks(windows, _PREEMPTED_LEN, _STEP_TOKENS, block_size)
+    held = pool.allocate(pool.num_free - num_blocks_of_longest - 2)
     before = engine.stats().num_preemptions
     answers = run_staggered(engine, checks=False)
     assert engine.stats().num_preemptions > before, "nothing was preempted"
@@ -146,7 +156,10 @@ def run_cached(engine: Engine) -> Answers:
 SITUATIONS: dict[str, tuple[dict, Callable[[Engine], Answers]]] = {
     "alone": ({"block_size": 16}, run_alone),
     "mixed": ({"block_size": 16}, run_staggered),
-    "chunked": ({"max_num_batched_tokens": 9}, run_staggered),
-    "preempted": ({"max_num_batched_tokens": 9, "max_model_len": 64}, run_preempted),
+    "chunked": ({"max_num_batched_tokens": _STEP_TOKENS}, run_staggered),
+    "preempted": (
+        {"max_num_batched_tokens": _STEP_TOKENS, "max_model_len": _PREEMPTED_LEN},
+        run_preempted,
+    ),
     "prefix-cached": ({"enable_prefix_caching": True}, run_cached),
 }

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nereid_parsers.constrain import reasoning_gate, structural_tag
-from nereid_parsers.constrain_reasoning import reasoning_state
-from nereid_parsers.constrain_request import Request
+from nereid_parsers.constraints.constrain import reasoning_gate, structural_tag
+from nereid_parsers.constraints.constrain_reasoning import reasoning_state
+from nereid_parsers.constraints.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,

@@ -7,9 +7,14 @@ import time
 
 import pytest
 from nereid_parsers import ConstraintError, fold, get_format, parse
-from nereid_parsers.constrain import structural_tag
-from nereid_parsers.constrain_reasoning import ReasoningState
-from nereid_parsers.constrain_request import Request, ToolSchema
+from nereid_parsers.constraints.constrain import structural_tag
+from nereid_parsers.constraints.constrain_reasoning import ReasoningState
+from nereid_parsers.constraints.constrain_request import Request, ToolSchema
+from nereid_parsers.constraints.schema_merging import merge_schemas
+from nereid_parsers.constraints.unenforced_keywords import (
+    unenforced_keywords,
+    unenforced_keywords_of_answer,
+)
 from nereid_parsers.format import (
     Call,
     Format,
@@ -27,12 +32,7 @@ from nereid_parsers.format import (
     ToolSection,
 )
 from nereid_parsers.formats import registry
-from nereid_parsers.schema_merging import merge_schemas
 from nereid_parsers.stream.values.argument_types import json_types_of
-from nereid_parsers.unenforced_keywords import (
-    unenforced_keywords,
-    unenforced_keywords_of_answer,
-)
 from parsers.support import all_formats, markers_of, tool
 
 TOOLS = [

@@ -5,8 +5,12 @@ import json
 import re
 
 import pytest
-from nereid_parsers.constrain_nodes import json_schema
-from nereid_parsers.enforceable_pattern import PatternError, check_pattern, split_pattern
+from nereid_parsers.constraints.constrain_nodes import json_schema
+from nereid_parsers.constraints.enforceable_pattern import (
+    PatternError,
+    check_pattern,
+    split_pattern,
+)
 
 # Each string of at most three of these characters is tried. The last two need a backslash in JSON.
 ALPHABET = ("a", "7", ".", "-", "é", '"', "\n")

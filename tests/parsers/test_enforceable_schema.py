@@ -5,8 +5,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_parsers.enforceable_schema import rewrite_for_xgrammar
-from nereid_parsers.unenforced_keywords import unenforced_keywords
+from nereid_parsers.constraints.enforceable_schema import rewrite_for_xgrammar
+from nereid_parsers.constraints.unenforced_keywords import unenforced_keywords
 
 ADDRESS = {
     "type": "object",

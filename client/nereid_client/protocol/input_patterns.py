@@ -2,11 +2,11 @@ r"""Regular expressions for the input of custom tools.
 
 The engine enforces the keyword `pattern` of a JSON schema while the model writes the string in a
 tool call. The postprocessor then validates the string with Python's module `re`. An expression that
-the engine's grammar library cannot enforce is refused; `nereid_parsers.enforceable_pattern` lists
-the limits of the library.
+the engine's grammar library cannot enforce is refused. The limits of the library are listed in
+`nereid_parsers.constraints.enforceable_pattern`.
 """
 
-from nereid_parsers.enforceable_pattern import PatternError, split_pattern
+from nereid_parsers.constraints.enforceable_pattern import PatternError, split_pattern
 
 from nereid_client.errors import FieldError
 

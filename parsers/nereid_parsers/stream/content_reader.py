@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nereid_parsers.stream.call_reader import CallReader
+from nereid_parsers.stream.calls.call_reader import CallReader
 from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.marker_kinds import MarkerKind
 from nereid_parsers.stream.pattern_matching import contains_first_tag

@@ -22,9 +22,9 @@ from nereid_parsers.declarations import Stage
 from nereid_parsers.events import Event
 from nereid_parsers.policy import Policy
 from nereid_parsers.start_stage import StartPoint
-from nereid_parsers.stream.between_calls_reader import BetweenCallsReader
-from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.calls.between_calls_reader import BetweenCallsReader
+from nereid_parsers.stream.calls.call_reader import CallReader
 from nereid_parsers.stream.compiled_format import CompiledFormat
 from nereid_parsers.stream.content_reader import ContentReader
 from nereid_parsers.stream.header_reader import HeaderReader

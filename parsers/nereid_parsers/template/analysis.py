@@ -81,8 +81,8 @@ from nereid_parsers.template.header import find_model_turn
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.quarantine import QuarantineEntry, find_quarantined
-from nereid_parsers.template.reasoning import find_reasoning
-from nereid_parsers.template.rendered_reasoning import find_rendered_reasoning
+from nereid_parsers.template.reasoning.reasoning import find_reasoning
+from nereid_parsers.template.reasoning.rendered_reasoning import find_rendered_reasoning
 from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate
 from nereid_parsers.template.sandbox.limits import Budget

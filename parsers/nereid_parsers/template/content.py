@@ -24,7 +24,7 @@ from nereid_parsers.template.difference import (
     markers,
 )
 from nereid_parsers.template.model_turn import ModelTurn
-from nereid_parsers.template.rendered_reasoning import ReasoningFindings
+from nereid_parsers.template.reasoning.rendered_reasoning import ReasoningFindings
 
 # Matches markers that alternate with words, such as `<|end|>message<|sep|>`.
 _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")

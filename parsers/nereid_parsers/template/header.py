@@ -25,7 +25,7 @@ from nereid_parsers.template.difference import (
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn, prompt_after_header
 from nereid_parsers.template.probe import Prober
-from nereid_parsers.template.thinking_switches import thinking_switches
+from nereid_parsers.template.reasoning.thinking_switches import thinking_switches
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
 _MAX_USER_HEADER = 80  # the maximum length of the header of a user message, in characters

@@ -32,7 +32,7 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.model_turn import ModelTurn, prompt_after_header
 from nereid_parsers.template.probe import restore_numbers_and_ids
-from nereid_parsers.template.rendered_reasoning import ReasoningFindings
+from nereid_parsers.template.reasoning.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
 # The names of the `Proof`s for messages with one tool call. If such a proof shows that the parser

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereid_parsers import ConstraintError, Format
-from nereid_parsers.constrain_answer import answer_node
+from nereid_parsers.constraints.constrain_answer import answer_node
 from nereid_parsers.format import Sections
 
 from nereid_backend.core.grammar import GrammarSpec

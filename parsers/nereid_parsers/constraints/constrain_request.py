@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nereid_parsers.constrain_answer import answer_node
-from nereid_parsers.constrain_nodes import Node
-from nereid_parsers.enforceable_schema import rewrite_for_xgrammar
+from nereid_parsers.constraints.constrain_answer import answer_node
+from nereid_parsers.constraints.constrain_nodes import Node
+from nereid_parsers.constraints.enforceable_schema import rewrite_for_xgrammar
 from nereid_parsers.errors import ConstraintError, shorten
 from nereid_parsers.stream.values.argument_types import follow_references
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nereid_parsers.constrain_nodes import (
+from nereid_parsers.constraints.constrain_nodes import (
     NOTHING,
     WHITESPACE,
     Node,
@@ -21,8 +21,8 @@ from nereid_parsers.constrain_nodes import (
     sequence,
     tag,
 )
-from nereid_parsers.constrain_request import ObjectSchema, ToolSchema
-from nereid_parsers.constrain_values import ENFORCED_IN_TEXT, Argument, choices_of
+from nereid_parsers.constraints.constrain_request import ObjectSchema, ToolSchema
+from nereid_parsers.constraints.constrain_values import ENFORCED_IN_TEXT, Argument, choices_of
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.stream.values.argument_types import json_type_of, json_types_of

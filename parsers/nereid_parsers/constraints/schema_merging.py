@@ -9,9 +9,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, is_integer, is_number
+from nereid_parsers.constraints.enforceable_multiple import (
+    ANNOTATIONS,
+    Schema,
+    is_integer,
+    is_number,
+)
+from nereid_parsers.constraints.unenforced_keywords import ignored_keywords
 from nereid_parsers.stream.values.argument_types import json_type_of
-from nereid_parsers.unenforced_keywords import ignored_keywords
 
 # Maps the keyword of a bound to the function that returns the stricter of two bounds. Example:
 # `minimum` is mapped to `max`, because the larger minimum is stricter.

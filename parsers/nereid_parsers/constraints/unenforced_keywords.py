@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nereid_parsers.enforceable_multiple import is_enforced_multiple
-from nereid_parsers.enforceable_pattern import PatternError, check_pattern
+from nereid_parsers.constraints.enforceable_multiple import is_enforced_multiple
+from nereid_parsers.constraints.enforceable_pattern import PatternError, check_pattern
 from nereid_parsers.stream.values.argument_types import json_type_of
 
 _IGNORED_KEYWORDS = (

@@ -17,7 +17,7 @@ from nereid_parsers.template.difference import (
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 from nereid_parsers.template.probe import UNCHANGED, Prober
-from nereid_parsers.template.reasoning_markers import (
+from nereid_parsers.template.reasoning.reasoning_markers import (
     MarkerPair,
     ReasoningMarkup,
     empty_pairs,

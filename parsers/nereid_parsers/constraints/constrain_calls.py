@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Mapping
 
-from nereid_parsers.constrain_arguments import (
+from nereid_parsers.constraints.constrain_arguments import (
     nested_arguments,
     python_call,
     tagged_arguments,
 )
-from nereid_parsers.constrain_nodes import (
+from nereid_parsers.constraints.constrain_nodes import (
     WHITESPACE,
     Node,
     const,
@@ -21,8 +21,8 @@ from nereid_parsers.constrain_nodes import (
     optional,
     sequence,
 )
-from nereid_parsers.constrain_request import Request, ToolSchema
-from nereid_parsers.constrain_unquoted_keys import unquoted_key_arguments
+from nereid_parsers.constraints.constrain_request import Request, ToolSchema
+from nereid_parsers.constraints.constrain_unquoted_keys import unquoted_key_arguments
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.tool_declarations import (

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from nereid_parsers.stream.bodies.body_reader import Head
-from nereid_parsers.stream.call_markers import (
+from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.calls.call_markers import (
     CallSection,
     ClosingMarker,
     NoMarker,
     match_closing_marker,
 )
-from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.expected_call import CallStarts, ExpectedCall, MatchedCall
-from nereid_parsers.stream.open_call import OpenCall, Outcome
+from nereid_parsers.stream.calls.expected_call import CallStarts, ExpectedCall, MatchedCall
+from nereid_parsers.stream.calls.open_call import OpenCall, Outcome
 from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup, skip_whitespace
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nereid_parsers.constrain_arguments import comma_separated
-from nereid_parsers.constrain_nodes import (
+from nereid_parsers.constraints.constrain_arguments import comma_separated
+from nereid_parsers.constraints.constrain_nodes import (
     NOTHING,
     Node,
     any_text,
@@ -17,8 +17,8 @@ from nereid_parsers.constrain_nodes import (
     optional,
     sequence,
 )
-from nereid_parsers.constrain_request import ObjectSchema, ToolSchema, inner_schema
-from nereid_parsers.constrain_values import (
+from nereid_parsers.constraints.constrain_request import ObjectSchema, ToolSchema, inner_schema
+from nereid_parsers.constraints.constrain_values import (
     ENFORCED_IN_TEXT,
     Argument,
     choices_of,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nereid_parsers.stream.call_markers import NoMarker
-from nereid_parsers.stream.call_reader import CallReader
+from nereid_parsers.stream.calls.call_markers import NoMarker
+from nereid_parsers.stream.calls.call_reader import CallReader
 from nereid_parsers.stream.pattern_matching import is_special_token, skip_whitespace
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State

@@ -16,21 +16,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from nereid_parsers.constrain_answer import report_unenforced
-from nereid_parsers.constrain_calls import (
+from nereid_parsers.constraints.constrain_answer import report_unenforced
+from nereid_parsers.constraints.constrain_calls import (
     ListBody,
     call_node,
     list_node,
     section_node,
     trigger_of,
 )
-from nereid_parsers.constrain_messages import (
+from nereid_parsers.constraints.constrain_messages import (
     final_messages,
     first_route,
     header_text,
     reasoning_message,
 )
-from nereid_parsers.constrain_nodes import (
+from nereid_parsers.constraints.constrain_nodes import (
     NOTHING,
     WHITESPACE,
     Node,
@@ -43,8 +43,8 @@ from nereid_parsers.constrain_nodes import (
     tag,
     without_outer_whitespace,
 )
-from nereid_parsers.constrain_reasoning import ReasoningState, unclosed_reasoning_error
-from nereid_parsers.constrain_request import Request
+from nereid_parsers.constraints.constrain_reasoning import ReasoningState, unclosed_reasoning_error
+from nereid_parsers.constraints.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,

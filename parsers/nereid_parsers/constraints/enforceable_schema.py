@@ -11,15 +11,15 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from nereid_parsers.enforceable_multiple import (
+from nereid_parsers.constraints.enforceable_multiple import (
     ANNOTATIONS,
     Schema,
     with_enforced_multiple,
     with_integer_bounds,
 )
-from nereid_parsers.schema_merging import CannotMergeError, merge_schemas
+from nereid_parsers.constraints.schema_merging import CannotMergeError, merge_schemas
+from nereid_parsers.constraints.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 from nereid_parsers.stream.values.argument_types import decode_reference_name
-from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 
 _MAX_DEPTH = 64
 # The maximum number of references that are replaced by their definitions in one document. A

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
-from nereid_parsers.enforceable_schema import rewrite_for_xgrammar
-from nereid_parsers.errors import ConstraintError, shorten
-from nereid_parsers.unenforced_keywords import (
+from nereid_parsers.constraints.constrain_nodes import Node, const, json_schema, one_of
+from nereid_parsers.constraints.enforceable_schema import rewrite_for_xgrammar
+from nereid_parsers.constraints.unenforced_keywords import (
     unenforced_keywords,
     unenforced_keywords_of_answer,
 )
+from nereid_parsers.errors import ConstraintError, shorten
 
 log = logging.getLogger(__name__)
 

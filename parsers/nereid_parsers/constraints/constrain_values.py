@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nereid_parsers.constrain_answer import report_keywords
-from nereid_parsers.constrain_request import ToolSchema
+from nereid_parsers.constraints.constrain_answer import report_keywords
+from nereid_parsers.constraints.constrain_request import ToolSchema
+from nereid_parsers.constraints.unenforced_keywords import RESTRICTIONS
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.stream.values.argument_types import follow_references
-from nereid_parsers.unenforced_keywords import RESTRICTIONS
 
 # The keywords that the grammar node for free text enforces. Other keywords are reported.
 ENFORCED_IN_TEXT = frozenset({"type", "anyOf", "oneOf", "$ref"})

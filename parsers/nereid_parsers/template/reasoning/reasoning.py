@@ -31,12 +31,12 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import opening_spellings, text_between
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober
-from nereid_parsers.template.reasoning_in_prompts import (
+from nereid_parsers.template.reasoning.reasoning_in_prompts import (
     find_markers_in_instructions,
     find_markers_in_prompts,
     first_used_marker,
 )
-from nereid_parsers.template.reasoning_markers import (
+from nereid_parsers.template.reasoning.reasoning_markers import (
     MarkerPair,
     ReasoningMarkup,
     closing_marker,
@@ -49,7 +49,10 @@ from nereid_parsers.template.reasoning_markers import (
     opening_of_reasoning,
     thinking_pair,
 )
-from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
+from nereid_parsers.template.reasoning.rendered_reasoning import (
+    ReasoningFindings,
+    find_rendered_reasoning,
+)
 
 
 class _TextsAroundReasoning(NamedTuple):

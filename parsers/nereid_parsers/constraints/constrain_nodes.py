@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nereid_parsers.enforceable_pattern import check_pattern
-from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
+from nereid_parsers.constraints.enforceable_pattern import check_pattern
+from nereid_parsers.constraints.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 
 # A grammar node is a dict that describes a set of texts for xgrammar. Example: `{"type":
 # "const_string", "value": "<a>"}` matches only the text `<a>`.

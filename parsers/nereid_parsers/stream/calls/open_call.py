@@ -9,7 +9,7 @@ from nereid_parsers.stream.bodies.body_reader import (
     BodyReader,
 )
 from nereid_parsers.stream.call_writer import BROKEN_ARGUMENTS
-from nereid_parsers.stream.expected_call import MatchedCall
+from nereid_parsers.stream.calls.expected_call import MatchedCall
 from nereid_parsers.stream.status import DONE, MORE
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter

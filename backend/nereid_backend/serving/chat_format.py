@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import nereid_parsers
 from nereid_parsers import LENIENT, STRICT, Format, NereidParsersError, get_format
@@ -72,7 +73,9 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
     reasoning, tools = settings.reasoning_parser, settings.tool_parser
     if NO_FORMAT not in (reasoning, tools):
         template = read_chat_template(settings)
-        fmt, reason = _derive_format(Path(settings.model), template, reasoning, tools)
+        fmt, reason = _derive_format(
+            _FormatSources(Path(settings.model), template, reasoning, tools)
+        )
         report(f"chat format: {reason}")
         return fmt
     # At least one setting is "none", so at most one setting names a format.
@@ -84,31 +87,39 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
     return None
 
 
-def _derive_format(
-    model: Path, template: str | None, reasoning_name: str, tools_name: str
-) -> tuple[Format, str]:
-    """Derive the chat format from a checkpoint's files. Also return the reason for this choice.
+class _FormatSources(NamedTuple):
+    """The checkpoint and the settings from which a chat format is derived.
 
-    The result is stored in the cache folder, because both the tokenizer and the postprocessor need
-    the result at each start. The first process locks the file, computes the result, and writes the
-    result to the file. The other process waits for the lock, and then reads the result.
-
-    Args:
+    Attributes:
         model: the folder of the checkpoint.
         template: the chat template that replaces the checkpoint's template; None if the
             checkpoint's template is used.
         reasoning_name: the name of the chat format for reasoning. "" means the derived format.
         tools_name: the name of the chat format for tool calls. "" means the derived format.
     """
+
+    model: Path
+    template: str | None
+    reasoning_name: str
+    tools_name: str
+
+
+def _derive_format(sources: _FormatSources) -> tuple[Format, str]:
+    """Derive the chat format from a checkpoint's files. Also return the reason for this choice.
+
+    The result is stored in the cache folder, because both the tokenizer and the postprocessor need
+    the result at each start. The first process locks the file, computes the result, and writes the
+    result to the file. The other process waits for the lock, and then reads the result.
+    """
     try:
-        file = _open_locked(_fingerprint(model, template, reasoning_name, tools_name))
+        file = _open_locked(_fingerprint(sources))
     except (OSError, RuntimeError):
         # The cache is not usable: the home folder is unknown, or the cache folder is not writable.
-        return _derive_without_cache(model, template, reasoning_name, tools_name)
+        return _derive_without_cache(sources)
     with file:
         result = _load_result(file)
         if result is None:
-            result = _derive_without_cache(model, template, reasoning_name, tools_name)
+            result = _derive_without_cache(sources)
             _store_result(file, result)
         return result
 
@@ -158,17 +169,8 @@ def _store_result(file: FileIO, result: tuple[Format, str]) -> None:
         file.write(pickle.dumps(result))  # The mode of the file appends, so no `seek` is needed.
 
 
-def _derive_without_cache(
-    model: Path, template: str | None, reasoning_name: str, tools_name: str
-) -> tuple[Format, str]:
+def _derive_without_cache(sources: _FormatSources) -> tuple[Format, str]:
     """Derive the chat format from the checkpoint's files. The cache folder is not used.
-
-    Args:
-        model: the folder of the checkpoint.
-        template: the chat template that replaces the checkpoint's template; None if the
-            checkpoint's template is used.
-        reasoning_name: the name of the chat format for reasoning. "" means the derived format.
-        tools_name: the name of the chat format for tool calls. "" means the derived format.
 
     Returns:
         The chat format, and a text for the log that states why this format was chosen.
@@ -178,17 +180,21 @@ def _derive_without_cache(
     from nereid_parsers.template import format_for_checkpoint
 
     chosen = format_for_checkpoint(
-        model, reasoning=reasoning_name or None, tools=tools_name or None, chat_template=template
+        sources.model,
+        reasoning=sources.reasoning_name or None,
+        tools=sources.tools_name or None,
+        chat_template=sources.template,
     )
     return chosen.format, chosen.why
 
 
-def _fingerprint(model: Path, *settings: str | None) -> str:
+def _fingerprint(sources: _FormatSources) -> str:
     """Return one hash of the checkpoint's files, of the settings, and of the analysis code.
 
     If a file, a setting or the code changes, the hash changes, and the cached format is no longer
     used. The hash contains the sizes and modification times of the code's files.
     """
+    model, *settings = sources
     digest = hashlib.sha256(repr(settings).encode())
     for pattern in _FORMAT_FILES:
         for path in sorted(model.glob(pattern)):

@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
@@ -26,9 +24,10 @@ from nereid_backend.serving.executor.replica_selector import ReplicaSelector
 from nereid_backend.serving.executor.request_spans import record_spans
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
 from nereid_backend.serving.executor.start_engines import start_engines
+from nereid_backend.serving.executor.step_sender import StepSender
 from nereid_backend.serving.executor.stream_aborts import StreamAborts, send_abort
 from nereid_backend.serving.executor.stream_admission import StreamAdmission
-from nereid_backend.serving.executor.streams import Pacer, Stream
+from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
@@ -43,12 +42,6 @@ _TOKEN_BYTES = 4
 # The size of the envelope in a request that generates no text; see `ExecutorModel.accept`. The
 # envelopes of the tokenizer have more bytes.
 _MAX_PLACEHOLDER_BYTES = 1
-# Suppose that a message to the postprocessor is due, but the postprocessor has not processed the
-# earlier messages of the same stream. The message must then wait. The loop checks the stream
-# `_CHECKS_PER_INTERVAL` times during the usual time between two messages, but waits at least
-# `_MIN_WAIT_S` seconds between two checks.
-_CHECKS_PER_INTERVAL = 10
-_MIN_WAIT_S = 0.001
 # The inspection of one stream takes about 10 µs of CPU time. The time between two inspections of
 # all streams is 0.4 ms multiplied by the number of streams, so inspections take at most 2.5 % of a
 # core.
@@ -108,17 +101,21 @@ class ExecutorModel(SupervisedModel[Stream]):
         `model_name` is the name of this Triton model, for the labels of the metrics.
         """
         settings = self._settings
-        # The streams (requests in the executor) with unsent output, by request id.
-        self._unsent: dict[str, Stream] = {}
         # An inspection of all streams takes long, so the next inspection must not begin before
         # `_earliest_inspection`. It must begin by `_latest_inspection`, when a heartbeat is due or
         # a time limit expires. Both are values of time.monotonic().
         self._earliest_inspection = _IMMEDIATELY
         self._latest_inspection = _IMMEDIATELY
-        # Determines the time between two messages of a stream.
-        self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
+        self._step_sender = StepSender(
+            self.requests,
+            settings,
+            self._feedback,
+            self._lost_clients,
+            self._statistics,
+            on_last_step=self._finish,
+        )
         # Aborts requests in the engine, for example when a client has disconnected.
         self._aborts = StreamAborts(
             self._feedback, self._lost_clients, self._statistics, self.owner
@@ -232,12 +229,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._earliest_inspection = now + min_interval_s
             next_event = self._inspect_all_streams(now)
             self._latest_inspection = max(next_event, self._earliest_inspection)
-        next_call = min(now + _IDLE_POLL_S, self._latest_inspection)
-        # If a stream has unsent tokens, check the stream at the time `stream.next_check`.
-        for stream in list(self._unsent.values()):
-            if stream.next_check <= now:
-                stream.next_check = self._send_if_due(stream, now)
-            next_call = min(next_call, stream.next_check)
+        next_output = self._step_sender.send_due_output(now)
+        next_call = min(now + _IDLE_POLL_S, self._latest_inspection, next_output)
         return max(next_call - now, 0.0)
 
     def _inspect_all_streams(self, now: float) -> float:
@@ -258,38 +251,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._aborts.abort_unwanted(stream)
         if self._end_if_overdue(stream, now):
             return math.inf
-        return min(self._send_if_due(stream, now), stream.timing.next_deadline)
-
-    def _send_if_due(self, stream: Stream, now: float) -> float:
-        """If the next step of a stream is due, send this step to the postprocessor.
-
-        A step is a message that contains the unsent tokens. A step without tokens is a heartbeat.
-        When the postprocessor gets a heartbeat, it checks whether the client is still connected.
-
-        Returns:
-            The time of the next call, as a value of time.monotonic():
-            - If the step is not due yet: the time at which it is due.
-            - If the step is due, but the postprocessor has too many unprocessed steps of the
-              stream: a short time from now.
-            - If the step was sent: the time of the next heartbeat. New output causes an earlier
-              call.
-        """
-        # The shortest times between two steps with output and between two heartbeats. These times
-        # grow with the number of streams, because the server can send only a limited number of
-        # messages per second.
-        num_streams = len(self.requests)
-        interval_s = self._pacer.interval_s(num_streams)
-        heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
-        # `due_at` and `may_send` read the list of the steps that are not processed yet.
-        self._lost_clients.remove_consumed_steps(stream)
-        due = stream.due_at(interval_s, heartbeat_s)
-        if due > now:
-            return due
-        if not stream.may_send():
-            retry_s = max(interval_s / _CHECKS_PER_INTERVAL, _MIN_WAIT_S)
-            return now + retry_s
-        self._send_step(stream, now)
-        return now + heartbeat_s
+        return min(self._step_sender.send_if_due(stream, now), stream.timing.next_deadline)
 
     def end(self, stream: Stream, error: NereidError) -> None:
         """Send `error` as the last response of `stream`, and remove the stream."""
@@ -401,8 +363,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._note_start(stream, now)
         self._statistics.note_update(stream, update, now)
         stream.add(update)
-        self._unsent[stream.request_id] = stream
-        stream.next_check = _IMMEDIATELY
+        self._step_sender.note_output(stream)
         if stream.num_pending > self._settings.max_pending_tokens:
             self._end_with_too_many_unsent_tokens(stream)
 
@@ -468,20 +429,6 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._remove(stream)
         return True
 
-    def _send_step(self, stream: Stream, now: float) -> None:
-        """Send the unsent tokens of `stream`, and end the stream if every sequence has ended."""
-        state = stream.take_step(now)
-        self._unsent.pop(stream.request_id, None)
-        self._statistics.note_step(has_output=bool(state.deltas))
-        # The detector finds steps that never reach the postprocessor, so record the step before it
-        # is sent.
-        self._lost_clients.record_sent_step(stream)
-        message = self._feedback.sign(state.pack())
-        response = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
-        tensors.send(stream.sender, response, final=state.is_last)
-        if state.is_last:
-            self._finish(stream)
-
     def _finish(self, stream: Stream) -> None:
         """Remove a stream whose last step was sent."""
         if stream.has_finished_sequence:
@@ -494,7 +441,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Remove a stream, release its memory slots, and record the end of its request."""
         self._selector.release(self.owner(stream.request_id).index, len(stream.slots))
         self.remove(stream.request_id)
-        self._unsent.pop(stream.request_id, None)
+        self._step_sender.forget(stream)
         now = time.monotonic()
         self._statistics.note_end(stream, now)
         record_spans(self._tracing, stream, now)

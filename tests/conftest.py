@@ -1,6 +1,7 @@
-"""Configuration of all tests: examples of hypothesis, work of each process, and leftover processes.
+"""Configuration of pytest for all tests: hypothesis, fixtures, order of files, leftover processes.
 
-To generate other examples in each run:  pytest --hypothesis-profile=exploring
+By default, hypothesis generates the same examples in each run. To generate other examples, run
+`pytest --hypothesis-profile=exploring`.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, settings
 
-# On a busy machine, any example can take long. That is no defect of the code.
+# On a busy machine, any example can take long. Slow examples therefore do not fail a test.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 settings.register_profile("exploring", **PATIENT)
@@ -50,8 +51,8 @@ _LEFTOVER_LIMIT_S = 15.0
 def served():
     """The demo models on a real Triton server with the OpenAI frontend.
 
-    The end of the server is a test, too: on SIGTERM, `nereid serve` must end all of its processes
-    and return exit code 0.
+    The fixture also checks how the server ends: on SIGTERM, `nereid serve` must end all of its
+    processes and return exit code 0.
     """
     # The tests of parsers/ use this file, too, but they run without these packages.
     import psutil
@@ -69,10 +70,10 @@ def served():
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """The environment variable with which servers of several tests use one fork server.
+    """The environment variable that makes the servers of several tests use one fork server.
 
-    The server of the fixture `served` and servers of further tests have their own fork server, as
-    `nereid serve` starts it by default.
+    All other servers, such as the server of the fixture `served`, start their own fork server,
+    which is the default of `nereid serve`.
     """
     # The tests of parsers/ use this file, too, but they run without these packages.
     from fakes.shared_fork_server import run_fork_server
@@ -88,7 +89,7 @@ def fork_server():
 def pytest_collection():
     """Exclude the objects of all imported modules and collected tests from garbage collections.
 
-    A collection would otherwise visit half a million objects, which takes about 0.1 s each time.
+    Otherwise, each garbage collection would visit half a million objects, which takes about 0.1 s.
     """
     gc.disable()
     try:
@@ -104,9 +105,9 @@ def pytest_collection():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Run files that start servers first, and among them the group with the most tests.
+    """Sort the tests: first the groups with a shared server, then other servers, then the rest.
 
-    The many short files at the end keep all processes busy until the last moment.
+    The many short files without a server run last, so that all processes stay busy to the end.
     """
     servers = {item.path for item in items if item.get_closest_marker("triton")}
     groups = list(SHARED_SERVERS)
@@ -138,9 +139,9 @@ def pytest_xdist_make_scheduler(config, log):
             return _group_of(nodeid)
 
         def remove_node(self, node):
-            """Return the test that ended its process, and let another process run the rest.
+            """Return the test during which the process died, and let others run its further tests.
 
-            The method of the base class would run the same test again in the next eight processes.
+            The method of the base class would run the crashing test again in up to eight processes.
             """
             units = self.assigned_work.pop(node)
             waiting = {scope: unit for scope, unit in units.items() if not all(unit.values())}
@@ -154,7 +155,8 @@ def pytest_xdist_make_scheduler(config, log):
                 self._reschedule(other)
             return crashed
 
-    config.option.loadscopereorder = False  # the order above, not the number of tests
+    # Otherwise, xdist would sort the files by their number of tests.
+    config.option.loadscopereorder = False
     return GroupScheduling(config, log)
 
 
@@ -162,8 +164,8 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_runtest_protocol(item, nextitem):
     """Stop the server of a group after the group's last test.
 
-    pytest would stop the server at the end of all tests. Until then, an idle server would use 4 %
-    of a core. Without a next test, pytest ends all fixtures.
+    pytest would stop the server only after all tests. Until then, the idle server would use 4 % of
+    a core. The argument `nextitem=None` makes pytest end all fixtures after this test.
     """
     group = _group_of(item.nodeid)
     if group not in SHARED_SERVERS or nextitem is None or group == _group_of(nextitem.nodeid):
@@ -181,7 +183,7 @@ def pytest_terminal_summary(terminalreporter, config):
     """Fail the run if a test left a process running, and end that process."""
     scheduler = config.pluginmanager.getplugin("dsession")
     if scheduler is None or not hasattr(scheduler, "nodemanager"):
-        return  # only the processes of pytest-xdist mark their children
+        return  # only pytest-xdist sets the environment variable that marks the processes
     mark = f"PYTEST_XDIST_TESTRUNUID={scheduler.nodemanager.testrunuid}\0".encode()
     deadline = time.monotonic() + _LEFTOVER_LIMIT_S
     while (left := _marked_processes(mark)) and time.monotonic() < deadline:

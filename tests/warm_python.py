@@ -1,8 +1,8 @@
-"""Run Python programs in forks of one process that has imported the client libraries already.
+"""Run Python programs in forks of a process that has already imported the client libraries.
 
-Importing `openai`, `anthropic` or `tritonclient` takes 0.5 to 2 s of CPU time. Tests run about
-thirty small programs that use these libraries. The program itself runs as in `python PROGRAM`: its
-own import statements run, but find the libraries loaded.
+Importing `openai`, `anthropic` or `tritonclient` takes 0.5 to 2 s of CPU time, and the tests run
+about thirty small programs that use these libraries. A program runs as with `python PROGRAM`,
+except that its import statements find the libraries already loaded.
 """
 
 import multiprocessing
@@ -56,7 +56,7 @@ def run_python(
 def _run(
     arguments: list[str], environment: dict[str, str], folder: str, outputs: list[str]
 ) -> None:
-    """Run the program in this process, which was forked for it."""
+    """Run the program in the current process, which was forked for this purpose."""
     for descriptor, path in enumerate([os.devnull, *outputs]):
         os.dup2(os.open(path, os.O_RDWR), descriptor)
     os.environ.clear()

@@ -4,5 +4,5 @@ from e2e.gauges_page import gauge_of
 
 @pytest.fixture(scope="session")
 def gauge(served):
-    """Reads one of the engine's gauges from the server's metrics page."""
+    """A function that reads the value of one of the engine's metrics from the metrics page."""
     return gauge_of(served.metrics_port)

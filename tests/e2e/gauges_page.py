@@ -1,6 +1,6 @@
-"""The server's page of metrics, and waiting for what it is to say.
+"""Functions that read the server's metrics page, and functions that wait for a value on it.
 
-It is written every tenth of a second: what it says may be of a moment ago.
+The server updates the metrics every tenth of a second, so a value can be slightly out of date.
 """
 
 import re
@@ -10,7 +10,7 @@ from fakes.live_frontend import wait_for
 
 
 def gauge_of(port):
-    """A function from a gauge's name to its value on this page."""
+    """Return a function that reads a metric, given its name, from the metrics page at this port."""
 
     def read(name):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
@@ -21,7 +21,11 @@ def gauge_of(port):
 
 
 def is_busy(gauge):
-    """Only a busy page proves the idle one behind it."""
+    """Return whether the metrics show a running request.
+
+    A test waits for a busy engine first, because an idle engine proves that a request has ended
+    only if the request was seen running before.
+    """
     return gauge("num_requests") > 0 and gauge("kv_cache_blocks_used") > 0
 
 
@@ -30,19 +34,20 @@ def is_idle(gauge):
 
 
 def wait_until_given_up(gauge, num_before, number=1):
-    """Wait until nothing is in use, and so many more requests have ended because nobody waited.
+    """Wait until the engine is idle and has ended `number` requests because their clients left.
 
-    However long that takes on a busy machine, what ran to its own end is not counted there.
+    Requests that ran to their normal end do not count, so the result does not depend on the speed
+    of the machine.
 
     Args:
-        gauge: reads one.
-        num_before: `num_given_up` before the first of them was sent.
-        number: of requests.
+        gauge: the function that reads a metric.
+        num_before: the value of `num_given_up` before the first of the requests was sent.
+        number: the number of requests whose clients left.
     """
     wait_for(lambda: is_idle(gauge))
     wait_for(lambda: num_given_up(gauge) >= num_before + number)
 
 
 def num_given_up(gauge):
-    """Requests whose client had gone before their end."""
+    """Return the number of requests whose client disconnected before the request ended."""
     return gauge("requests_disconnected_total")

@@ -1,4 +1,4 @@
-"""The steps of the ensemble in this process, as the backend of a frontend."""
+"""A backend for the frontend that runs the steps of Nereid's ensemble in the test's process."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,13 @@ from nereid_client.language_model.server_errors import read_error
 
 
 class PipelineBackend(FakeBackend):
-    """A backend that runs the tokenizer, a scripted engine and the postprocessor of a checkpoint.
+    """A backend that runs a checkpoint's tokenizer, a scripted engine, and the postprocessor.
 
     Args:
         model: the folder of the checkpoint.
-        script: the rules of the scripted engine.
+        script: the rules of the scripted engine: which prompt receives which answer.
         folder: an empty folder for the script.
-        settings: settings of the model repository, such as parser_policy="strict".
+        settings: settings of the model repository, such as `parser_policy="strict"`.
     """
 
     def __init__(self, model, script, folder, **settings):

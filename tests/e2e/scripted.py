@@ -1,4 +1,4 @@
-"""A server whose model is a script: the real Triton server, stubs and frontend, and no weights."""
+"""Starts a real server whose engine answers with the texts of a script instead of a model."""
 
 import json
 import shutil
@@ -12,11 +12,14 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def checkpoint(folder, template, markers, bos, eos):
-    """A checkpoint folder for a scripted engine: the demo's tokenizer with more special tokens."""
+    """Create and return a checkpoint folder for a scripted engine.
+
+    The tokenizer is the demo model's, with `bos`, `eos` and `markers` as additional special tokens.
+    """
     folder.mkdir(parents=True)
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)
-    # Nobody reads it, but a checkpoint has one.
+    # The scripted engine does not read the weights, but a checkpoint must contain such a file.
     (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     (folder / "chat_template.jinja").write_text((TEMPLATES / f"{template}.jinja").read_text())
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
@@ -35,9 +38,9 @@ def checkpoint(folder, template, markers, bos, eos):
 
 
 def scripted(model, script, folder, **settings):
-    """`nereid serve` on a script."""
+    """Return a server (not yet started) whose engine answers as the rules in `script` say."""
     path = folder / "script.json"
-    # `nereid serve` asks for a few tokens before it says that it is ready.
+    # Before `nereid serve` reports that it is ready, it sends this prompt.
     path.write_text(json.dumps([*script, {"when": "Once upon a time", "text": "there was"}]))
     environment = {
         "NEREID_ENGINE": "scripted",

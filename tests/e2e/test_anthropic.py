@@ -1,4 +1,4 @@
-"""Anthropic's API before the real ensemble, through the client that users have."""
+"""Tests of Anthropic's Messages API on a real server, with Anthropic's client library."""
 
 import anthropic
 import pytest

@@ -1,4 +1,4 @@
-"""A client that goes away: its sequence stops and its blocks are free, through the ensemble."""
+"""Tests that the engine stops a request and frees its cache blocks when the client disconnects."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def endless(stream=True, **fields):
 
 @pytest.fixture
 def num_before(gauge):
-    """Requests that were given up in earlier tests."""
+    """The number of requests whose clients disconnected during earlier tests."""
     wait_for(lambda: is_idle(gauge))
     return num_given_up(gauge)
 
@@ -69,14 +69,17 @@ def test_a_dropped_http_stream_stops_the_sequence(served, gauge, num_before):
 
 
 def test_a_dropped_http_answer_in_one_piece_is_bounded_by_its_timeout(served, gauge):
-    """The server's own door does not see that nobody waits for a `generate`."""
+    """The engine stops such a request at its `timeout`.
+
+    Triton's HTTP endpoint `generate` does not notice that the client has disconnected.
+    """
     timed_out = gauge("requests_timed_out_total")
     fields = json.dumps(ENDLESS | {"timeout": 1.0})
     body = json.dumps({"text_input": "For ever", "sampling_parameters": fields})
     with socket.create_connection(("127.0.0.1", served.http_port), timeout=60) as connection:
         head = "POST /v2/models/llm/generate HTTP/1.1\r\nHost: x\r\nContent-Length: "
         connection.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
-        # It may be over before that is seen.
+        # The request may time out before the metrics page has shown a running request.
         wait_for(lambda: is_busy(gauge) or gauge("requests_timed_out_total") > timed_out)
     wait_for(lambda: is_idle(gauge) and gauge("requests_timed_out_total") == timed_out + 1)
 

@@ -1,4 +1,4 @@
-"""The commands `nereid serve` and plain `tritonserver`, run as a user runs them."""
+"""Tests of the commands `nereid serve` and `tritonserver`, called as a user calls them."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
-@pytest.mark.long  # a page of the documentation starts and stops a plain tritonserver, too
+@pytest.mark.long  # a shorter test, of a page in docs/, also starts and stops `tritonserver`
 def test_plain_tritonserver_serves_the_repository(tmp_path):
     http, grpc = free_ports(2)
     command = [

@@ -1,4 +1,4 @@
-"""`nereid serve` with two engine processes: one process dies, and the other continues."""
+"""Tests of `nereid serve` with two engine processes, one of which is killed."""
 
 import contextlib
 import urllib.request
@@ -33,7 +33,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Return the greedy texts of one engine in this process."""
+    """The texts that a single engine in the test's process generates greedily for `PROMPTS`."""
     engine = Engine(EngineConfig(model=str(DEMO / "chat")))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     texts = [output.outputs[0].text for output in engine.generate(PROMPTS, params)]
@@ -53,7 +53,7 @@ def texts(client):
 
 
 def engines(server, number):
-    """Return the engine processes with this number. There is none during a restart."""
+    """Return a list of the engine process with this number. The list is empty during a restart."""
     found = []
     for child in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -64,13 +64,13 @@ def engines(server, number):
 
 
 def is_up(server, number):
-    """Return whether the gauge of an engine process shows that the process accepts requests."""
+    """Return whether the metrics page shows that this engine process accepts requests."""
     page = urllib.request.urlopen(f"{server.openai_url.removesuffix('/v1')}/metrics").read()
     return f'nereid:engine_up{{engine="{number}",model_name="llm"}} 1' in page.decode()
 
 
 def read_to_the_end(stream):
-    """Return the error of a stream; None if the stream was complete."""
+    """Read a stream to its end. Return the text of its error, or None if it had no error."""
     try:
         for _ in stream:
             pass

@@ -1,7 +1,8 @@
-"""The three formats of the DeepSeek family, from the openai library to a scripted engine.
+"""Tests of the chat formats of DeepSeek V3, R1 and V3.1 with the openai library.
 
-Each request is sent twice, with and without streaming, and both answers must be the same message.
-One format runs on a real server. The others run in this process, in the same steps.
+A scripted engine returns the output of a model. Each request is sent twice, with and without
+streaming, and both answers must contain the same message. The test of one format starts a real
+server. The tests of the other formats run the same steps in the test's process.
 """
 
 import json
@@ -54,7 +55,7 @@ def bare(*calls):
 
 WEATHER, TIME = ("get_weather", PARIS), ("get_time", ROME)
 
-# What the user asks -> what the model writes, for each template.
+# For each chat template: the user's message -> the output of the model.
 SCRIPTS = {
     "deepseek_v3_0324": {
         "plain": "Good day to you.",
@@ -76,7 +77,8 @@ SCRIPTS = {
         "thinking, call": "I need the weather.</think>" + bare(WEATHER),
     },
 }
-# The rules of the strict policy, on V3.1.
+# Cases for the rules of the strict parser policy, in the format of V3.1: the user's message -> the
+# output of the model.
 STRICT = {
     "a unclosed": "hm " + bare(WEATHER),
     "b second close": "one</think>two</think>three",
@@ -100,7 +102,7 @@ def rules(script):
 
 @contextmanager
 def on_a_server(folder, template, script):
-    """Yield the OpenAI URL of `nereid serve` with a template and a script."""
+    """Start `nereid serve` with a chat template and a script, and yield its OpenAI URL."""
     model = checkpoint(folder / "model", template, MARKERS, BOS, EOS)
     with scripted(model, rules(script), folder) as served:
         yield served.openai_url
@@ -108,7 +110,7 @@ def on_a_server(folder, template, script):
 
 @contextmanager
 def in_this_process(folder, template, script, **settings):
-    """Yield the OpenAI URL of a frontend whose backend runs in this process, without a server."""
+    """Start a frontend whose backend runs in the test's process, and yield its OpenAI URL."""
     model = checkpoint(folder / "model", template, MARKERS, BOS, EOS)
     with (
         PipelineBackend(model, rules(script), folder, **settings) as backend,
@@ -130,7 +132,7 @@ PLACES = [
 
 @pytest.fixture(scope="module", params=PLACES, ids=lambda place: f"{place[0]} {place[1].__name__}")
 def family(request, tmp_path_factory):
-    """One of the three checkpoints: its name and a function that asks it."""
+    """The name of one of the three templates, and a function that sends a chat request."""
     name, run = request.param
     with run(tmp_path_factory.mktemp(name), name, SCRIPTS[name]) as url:
         yield name, asker(url)
@@ -145,7 +147,7 @@ def strict(tmp_path_factory):
 
 def asker(url):
     def ask(content, **fields):
-        """The message of an answer, asserted to be the same streaming and not."""
+        """Send a request with and without streaming, compare the two messages, and return one."""
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             body = {
                 "model": client.models.list().data[0].id,

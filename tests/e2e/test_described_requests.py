@@ -1,6 +1,6 @@
-"""Requests that schemathesis derives from the OpenAPI description never cause a 5xx.
+"""Tests that requests which schemathesis derives from the OpenAPI description cause no status 5xx.
 
-`make test-schemathesis REQUESTS=20000` runs this test with another number of requests.
+`make test-schemathesis REQUESTS=20000` runs these tests with another number of requests.
 """
 
 import os
@@ -12,7 +12,7 @@ from fakes.described_requests import DescribedRequests
 pytestmark = [pytest.mark.triton, pytest.mark.long]
 
 NUM_REQUESTS = int(os.environ.get("SCHEMATHESIS_REQUESTS", "20000"))
-# Each test sends requests to a part of the operations, so that each test is short.
+# The operations are divided into this many parts, one for each test, so that each test is short.
 NUM_PARTS = 20
 
 

@@ -1,4 +1,4 @@
-"""The ensemble as plain Triton clients see it: gRPC, HTTP generate and generate_stream."""
+"""Tests of the ensemble with Triton's own protocols: gRPC, `generate` and `generate_stream`."""
 
 import asyncio
 import json

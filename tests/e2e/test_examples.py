@@ -1,4 +1,4 @@
-"""The programs in client/examples: each usage line in them runs as printed, on a real server."""
+"""Tests that each command shown in a program of client/examples runs against a real server."""
 
 import os
 import re
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "client" / "examples").glob("*.*"))
-# A command in a docstring or in the comment at the top, before an explanation after three spaces.
+# A line with a command, in a docstring or a comment. Three spaces separate the command from an
+# explanation.
 _USAGE = re.compile(
     r"^(?:#\s+)?\s*((?:\w+=\S+ )*(?:\.venv/bin/python )?client/examples/.*?)(?:\s{3}.*)?$",
     re.MULTILINE,
@@ -22,7 +23,7 @@ _USAGE = re.compile(
 
 
 def usages():
-    """Return each usage line of each example, and a call of the example without arguments."""
+    """Yield all commands that each example shows, and a call of the example without arguments."""
     for example in EXAMPLES:
         lines = [line.strip() for line in _USAGE.findall(example.read_text())]
         assert lines, f"{example.name} does not show how it is used"

@@ -1,4 +1,4 @@
-"""The engine process dies: its requests end with an error, and service comes back by itself."""
+"""Tests that requests end with an error when the engine process dies, and that it is restarted."""
 
 import asyncio
 import json

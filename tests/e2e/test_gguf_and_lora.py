@@ -1,4 +1,4 @@
-"""A real server serves a GGUF file, and adapters that are loaded while it runs."""
+"""Tests of a real server with a GGUF file and LoRA adapters, some of them loaded by requests."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.triton
 
 
 def call(server, path, body=None):
-    """Return the status and the text of a response."""
+    """Send a request, and return the HTTP status and the text of the response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.openai_url + path, data)
     try:

@@ -1,4 +1,4 @@
-"""A real server with a tiny multimodal model answers chats with images, videos and audio."""
+"""Tests of chats with images, videos and audio on a real server with a tiny multimodal model."""
 
 import base64
 import io
@@ -20,8 +20,8 @@ from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
-# The template prints one placeholder for each image, video and audio file, and the functions in the
-# format of Hermes.
+# The chat template prints one placeholder for each image, video and audio file. It prints functions
+# and function calls in the format of the Hermes models.
 _TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 You may call functions: <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
@@ -56,7 +56,7 @@ _TOOL = {
 
 
 def png(seed: int) -> str:
-    """Return a PNG file of random pixels in base64."""
+    """Return a PNG file of random pixels, encoded in base64."""
     file = io.BytesIO()
     picture(seed, 60, 40).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
@@ -71,14 +71,14 @@ def image_part(url: str) -> dict:
 
 
 def question(*urls: str) -> list[dict]:
-    """Return a message with images and a text."""
+    """Return a list of one user message, which contains images and a question."""
     parts = [*map(image_part, urls), {"type": "text", "text": "What is this?"}]
     return [{"role": "user", "content": parts}]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the folder from which the server reads images with file URLs."""
+    """The folder from which the server may read images that a request names by a file URL."""
     return tmp_path_factory.mktemp("images")
 
 
@@ -86,7 +86,7 @@ def folder(tmp_path_factory):
 def server(folder, tmp_path_factory, fork_server):
     model = image_types.save("qwen2_5_omni_thinker", tmp_path_factory.mktemp("checkpoint"), "small")
     (model / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
-    # Grammars need a token that ends the answer.
+    # Constrained decoding requires a token that ends the answer.
     (model / "generation_config.json").write_text('{"eos_token_id": 2}', encoding="utf-8")
     environment = {
         "NEREID_KV_CACHE_MEMORY": "64MiB",
@@ -101,7 +101,7 @@ def server(folder, tmp_path_factory, fork_server):
 
 @pytest.fixture(scope="module")
 def post(server):
-    """Send a request to the server, and return the status and the JSON of the answer."""
+    """A function that sends a request, and returns the HTTP status and the JSON response."""
 
     def send(path, **body):
         body = {"model": "tiny", "temperature": 0, **body}
@@ -113,7 +113,7 @@ def post(server):
 
 @pytest.fixture(scope="module")
 def ask(post):
-    """Send a chat completion, and return the choice and the usage."""
+    """A function that sends a chat completion, and returns its choice and its usage."""
 
     def send(messages, **body):
         body = {"max_tokens": 8, "messages": messages, **body}
@@ -126,8 +126,8 @@ def ask(post):
 
 def test_a_second_use_of_an_image_runs_no_encoder(server, ask):
     gauge = gauge_of(server.metrics_port)
-    # The test request that `nereid serve` sends at the start must not be counted between the two
-    # readings.
+    # Wait for the request that `nereid serve` sends at its start. Otherwise, the tokens of this
+    # request might be counted after `before` is read.
     wait_for(lambda: gauge("prompt_tokens_total") > 0)
     before = gauge("prompt_tokens_total")
     first, usage = ask(question(data_url(21)))
@@ -149,7 +149,7 @@ def test_a_video_is_answered_or_refused_by_name(ask, post):
 
     if is_torchvision_available():
         first, usage = ask(video(50))
-        # Two frames are computed together, and two rows and two columns of patches are merged.
+        # The model merges two frames, and two by two patches of them, into one token.
         assert usage["prompt_tokens"] > 12
         second, again = ask(video(50))
         assert second["message"] == first["message"]
@@ -216,7 +216,7 @@ def test_hostile_audio_is_refused(post, content, message):
     status, answer = post("/chat/completions", messages=messages, max_tokens=8)
     assert status == 400, answer
     assert message in answer["error"]["message"]
-    # A request takes less than a second on an idle machine.
+    # On an idle machine, such a request takes less than a second.
     assert time.monotonic() - started < 5
 
 
@@ -299,7 +299,7 @@ def test_a_broken_image_is_refused_and_the_server_continues(post, ask):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_a_large_legal_image_is_answered_soon(ask, kind):
-    """16 million pixels take about one second on an idle machine."""
+    """The image has 16 million pixels. On an idle machine, the answer takes about one second."""
     file = io.BytesIO()
     Image.linear_gradient("L").resize((4000, 4000)).convert("RGB").save(file, kind)
     content = base64.b64encode(file.getvalue()).decode()
@@ -309,10 +309,13 @@ def test_a_large_legal_image_is_answered_soon(ask, kind):
 
 
 def test_a_prompt_that_the_model_cannot_process_ends_only_its_request(post, ask):
-    """The start of audio without audio: the model's code cannot compute the positions."""
+    """The prompt contains the token that starts audio, but no audio.
+
+    For such a prompt, the code of the model cannot compute the positions of the tokens.
+    """
     messages = question(data_url(1))
     messages[0]["content"][1]["text"] = "<audio_start_token>"
-    for _ in range(4):  # more often than max_step_failures
+    for _ in range(4):  # more failures than the setting `max_step_failures` allows
         status, answer = post("/chat/completions", max_tokens=8, messages=messages)
         assert status == 400, answer
         assert "the model cannot process the images of this prompt" in answer["error"]["message"]

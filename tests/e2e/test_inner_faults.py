@@ -1,4 +1,4 @@
-"""Forward passes that fail, hang or give no numbers, in the real processes of a real server."""
+"""Tests of a real server in which forward passes fail, hang or return NaN."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ from loadtest.faults.engine_faults import faults, make_asker, measure_one, serve
 pytestmark = pytest.mark.triton
 
 HARMLESS = ("engine: an exception in a grammar's mask", "pooling worker: out of memory once")
-"""What is computed together is tried again one by one, and then goes well."""
+"""Faults that no request may notice: the server repeats the failed batch one request at a time."""
 EXPECTED = {
     "engine: out of memory in one step": [],
     "engine: out of memory in 3 steps in a row": ["engine"],
@@ -23,14 +23,18 @@ EXPECTED = {
     "pooling worker: a CUDA error": ["worker"],
     "pooling worker: hangs": ["worker"],
 }
-"""Fault -> which processes are another one afterwards."""
+"""Name of a fault -> the processes that the server must replace after the fault."""
 REPEATED = ("engine: out of memory in 3 steps in a row", "pooling worker: a CUDA error")
-"""Another fault replaces the same process. The cause is tested in test_engine_faults.py."""
+"""Faults that are tested only in long runs.
+
+Another fault in `EXPECTED` also replaces the same process, and test_engine_faults.py tests how the
+server detects these faults.
+"""
 ALONE = {
     "engine: a NaN in one request's logits": "completion with it",
     "engine: an exception in a grammar's step": "structured stream",
 }
-"""Fault -> the kind of the only request that it may hurt."""
+"""Name of a fault -> the kind of the only request that may fail because of the fault."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,7 @@ def serving():
 def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name, monkeypatch):
     monkeypatch.setattr(fault_rows, "_RECOVERY_LIMIT_S", 400.0)
     fault = next(fault for fault in faults() if fault.name.startswith(name))
-    if "hangs" not in name:  # other faults show in the next forward pass
+    if "hangs" not in name:  # all other faults take effect in the next forward pass
         fault = dataclasses.replace(fault, settled_s=2.0)
 
     async def measure():
@@ -57,7 +61,8 @@ def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name, monkeyp
             await asker.close()
 
     row = asyncio.run(measure())
-    # On a busy machine an end may be late; one that never comes is not waited for much longer.
+    # On a busy machine, requests may end late. The longer limit still detects requests that never
+    # end.
     patient = dataclasses.replace(row, fault=dataclasses.replace(fault, limit_s=50.0))
     assert not patient.is_broken, row.cells()
     assert [role.split()[-1] for role in row.replaced] == EXPECTED[name], row.cells()

@@ -1,4 +1,4 @@
-"""The OpenAI frontend before the real ensemble, through the client that users have."""
+"""Tests of the OpenAI frontend on a real server, with the openai library."""
 
 import json
 import urllib.error

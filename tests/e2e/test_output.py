@@ -1,4 +1,4 @@
-"""What a request may ask of its answer, on the demo model, as plain Triton clients see it."""
+"""Tests of the request fields that control the output, sent with tritonclient to the demo model."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def run(served, inputs):
 
 
 def choices(reply):
-    """Index -> what its deltas add up to; every element of every response is read."""
+    """Return the joined deltas of each choice: index of the choice -> fields of the choice."""
     found = {}
     for result in reply.outputs:
         deltas = [json.loads(text) for text in result.as_numpy("delta")]

@@ -1,4 +1,4 @@
-"""Far more requests than a server can answer, and requests whose time is over."""
+"""Tests of a server that receives more requests than it can answer, and of request timeouts."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ def crowded(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def rest(crowded):
-    """Wait until the server takes requests: what it was asked for in the test before is over."""
+    """Wait until the server accepts requests again after the requests of the previous test."""
     deadline = time.monotonic() + 60
     while post(crowded, max_tokens=1).status_code != 200:
         assert time.monotonic() < deadline, "the server goes on to refuse"
@@ -40,14 +40,15 @@ def test_overload_costs_neither_throughput_nor_the_times_of_what_is_accepted(cro
         }
 
     found = asyncio.run(phases())
-    # A machine that does other things besides costs something, but a queue without an end, all.
+    # The limits are loose, because other processes may slow the server down. A server whose queue
+    # grows without limit would still exceed them.
     assert judge(found, least_share=0.5, slack=8.0) == []
 
 
 def test_a_request_that_takes_too_long_ends_with_504(crowded):
     started = time.monotonic()
     answer = post(crowded, timeout=1.0)
-    assert time.monotonic() - started < 50  # and not the 100 s that it would take
+    assert time.monotonic() - started < 50  # without the timeout, the request would take 100 s
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "timeout"
     assert "the limit is 1 s (timeout)" in answer.json()["error"]["message"]

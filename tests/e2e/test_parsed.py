@@ -1,4 +1,7 @@
-"""Reasoning and tool calls come out parsed, with no setting at all: the chat template tells how."""
+"""Tests that a server without parser settings parses reasoning and tool calls.
+
+The server infers the format of reasoning and of tool calls from the chat template.
+"""
 
 import asyncio
 import json
@@ -87,7 +90,7 @@ def test_plain_triton_clients_get_the_parts_in_the_delta(served):
     assert "<tool_call>" in reply.text
 
 
-@pytest.mark.long  # test_chat_format.py proves the same without a server
+@pytest.mark.long  # test_chat_format.py tests the same behaviour without a server
 def test_parsing_can_be_switched_off():
     off = {"NEREID_REASONING_PARSER": "none", "NEREID_TOOL_PARSER": "none"}
     with Served(environment=off, arguments=ALONE) as served:

@@ -1,4 +1,4 @@
-"""The playground in a real Chromium, in front of the demo models on a real server."""
+"""Tests the playground page in a real Chromium, with the demo models on a real server."""
 
 import pytest
 from fakes.chromium import chromium

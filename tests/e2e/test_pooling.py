@@ -1,4 +1,4 @@
-"""Embedding model and reranker on the real Triton server, through HTTP and through its tensors."""
+"""Tests of the embedding model and the reranker on a real server, over HTTP and over tensors."""
 
 import asyncio
 import concurrent.futures
@@ -33,7 +33,7 @@ def http(served):
 
 @pytest.fixture(scope="module")
 def expected():
-    """The checkpoint's own vectors, by plain transformers."""
+    """The vectors of `TEXTS` that the library transformers computes with the same checkpoint."""
     sys.path.insert(0, str(DEMO))
     from retrieval_scores import Embedder
 
@@ -234,8 +234,8 @@ def test_a_cancelled_call_leaves_the_model_free(served, http):
 
     asyncio.run(give_up())
     begun = last = cpu_seconds(served)
-    # On a busy machine it takes a while to come to rest; what it computes until then is little
-    # against the minute that all of it would take.
+    # Wait until the workers use no CPU time. After the cancellation, they may use at most 10 s of
+    # CPU time, although the whole request would take about a minute.
     while time.sleep(1.0) or cpu_seconds(served) - last > 0.05:
         last = cpu_seconds(served)
         assert last - begun < 10

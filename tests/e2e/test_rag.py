@@ -1,4 +1,4 @@
-"""The RAG example as a user runs it: embed, retrieve, rerank, answer, with the demo models."""
+"""Tests of the example program for retrieval-augmented generation (RAG), with the demo models."""
 
 import os
 from pathlib import Path

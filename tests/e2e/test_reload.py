@@ -1,4 +1,4 @@
-"""A real server gets new weights while requests run."""
+"""Tests that a real server loads new weights while requests run, and refuses damaged weights."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.triton
 
 
 def call(server, path, body):
-    """Return the status and the JSON of a response."""
+    """Send a request, and return the HTTP status and the JSON of the response."""
     request = urllib.request.Request(server.openai_url + path, json.dumps(body).encode())
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
@@ -64,7 +64,7 @@ def test_new_weights_and_broken_weights(tmp_path, fork_server):
         assert status == 200, result
         changed = answer(server)
         assert changed != expected[0]
-        # The request began before or after the change.
+        # The request started before the reload (old text) or after the reload (new text).
         assert results[0] == expected[1] or results[0].startswith(changed[:20])
         file = old / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-9])

@@ -1,4 +1,4 @@
-"""The Responses API on the real server, through the openai library."""
+"""Tests of the Responses API on a real server, with the openai library."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def create(client, model):
 
 @pytest.fixture
 def num_before(gauge):
-    """Requests that were given up in earlier tests."""
+    """The number of requests whose clients disconnected during earlier tests."""
     wait_for(lambda: is_idle(gauge))
     return num_given_up(gauge)
 
@@ -228,7 +228,7 @@ def test_cancelling_at_once_leaves_nothing(client, create, gauge):
     for _ in range(8):
         made = create("For ever and", background=True, **ENDLESS)
         assert client.responses.cancel(made.id).status == "cancelled"
-    time.sleep(1.5)  # until the gauges and counters have been published since
+    time.sleep(1.5)  # wait until the metrics page has been updated after the last request
     wait_for(lambda: is_idle(gauge))
     assert gauge("generation_tokens_total") - num_tokens < 8 * 3000 / 2
 
@@ -276,7 +276,7 @@ def test_a_background_stream_is_taken_up_again_and_ends_with_a_cancel(
 
 @pytest.fixture(scope="module")
 def narrow(fork_server):
-    """A server that runs one sequence at a time, and reads prompts slowly."""
+    """A server that runs one sequence at a time, and processes prompts 4 tokens at a time."""
     with Served(
         environment={
             "NEREID_MAX_NUM_SEQS": "1",
@@ -331,7 +331,7 @@ def test_cancelling_while_it_is_prefilled_frees_its_blocks(narrow):
 
 
 def test_a_server_that_stops_waits_for_what_runs_in_the_background(narrow):
-    """The last test of this server: it ends it."""
+    """This test stops the server `narrow`, so it must be the last test that uses this server."""
     with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
         fields = {"background": True, "stream": True, **ENDLESS, "max_output_tokens": 400}

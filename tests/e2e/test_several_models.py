@@ -1,4 +1,4 @@
-"""Several models behind one frontend: `nereid serve --config`."""
+"""Tests of `nereid serve --config`, which serves several models with one frontend."""
 
 import json
 import threading
@@ -140,7 +140,7 @@ def test_a_fault_in_one_model_leaves_the_streams_of_another(client):
     assert failures == [500] or failures == [503]
     assert "".join(texts).split() == ["word"] * 60
     deadline = time.monotonic() + 60
-    while True:  # the engine of the other model is started again
+    while True:  # until the engine of the model `other` has been restarted
         try:
             assert chat(client, "other").choices[0].message.content == "fast"
             break
@@ -159,6 +159,6 @@ def test_settings_of_a_model_are_its_own(server):
 
 
 def model_settings(path):
-    """Return the parameters in a config.pbtxt."""
+    """Return the parameters in a config.pbtxt: name -> value."""
     config = text_format.Parse(path.read_text(), ModelConfig())
     return {name: value.string_value for name, value in config.parameters.items()}

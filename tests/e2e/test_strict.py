@@ -1,6 +1,6 @@
-"""Random schemas and tool sets through the real server: strict replies validate, calls are made.
+"""Tests that a real server obeys random JSON schemas and random tools.
 
-STRICT_CASES=2000 python -m pytest tests/e2e/test_strict.py -s    runs more by hand
+To run more cases: `STRICT_CASES=2000 python -m pytest tests/e2e/test_strict.py -s`
 """
 
 import asyncio
@@ -47,7 +47,10 @@ def random_tools(rng):
 
 
 def random_case(number):
-    """A request body, and the kind that it is of."""
+    """Return the kind of a random request ("schema", "required", "named" or "auto") and its body.
+
+    "schema" stands for a strict response format. The other kinds are values of `tool_choice`.
+    """
     rng = random.Random(number)
     body = {
         "model": "chat",
@@ -72,7 +75,7 @@ def random_case(number):
 
 
 def problem_of(kind, body, answer):
-    """What is wrong with an answer, None if nothing is."""
+    """Return a description of what is wrong with an answer, or None if the answer is correct."""
     (choice,) = answer["choices"]
     message = choice["message"]
     if choice["finish_reason"] == "length":
@@ -100,7 +103,7 @@ def problem_of(kind, body, answer):
 
 
 async def run_all(url):
-    """Counts by kind and outcome, and what went wrong."""
+    """Send all requests. Return the number of answers by kind and outcome, and all problems."""
     outcomes, problems = collections.Counter(), []
     limit = asyncio.Semaphore(CONCURRENT)
 

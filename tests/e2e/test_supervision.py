@@ -1,4 +1,4 @@
-"""`nereid serve` on the real models: a stub or the server dies, and service comes back."""
+"""Tests that `nereid serve` restarts a dead frontend or Triton stub, and that it shuts down."""
 
 import asyncio
 import random
@@ -63,13 +63,13 @@ def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault, monkeyp
 
 
 def test_sigterm_lets_a_stream_finish_and_frees_everything(stack):
-    """The last test of this server: it ends the server."""
+    """This test stops the server `stack`, so it must be the last test that uses this server."""
     url = f"http://127.0.0.1:{stack.openai_port}"
     long = probe().body | {"max_tokens": 400, "ignore_eos": True, "stream": True}
 
     async def stop_in_the_middle():
         asker = Asker(url, stack.http_url)
-        # A request of the test before may still run in the frontend after its client has left.
+        # A request of the previous test may still run in the frontend after its client has left.
         wait_for(lambda: processes.num_in_frontend(stack) == 0)
         task = asyncio.create_task(asker.ask(Ask("openai", "/v1/chat/completions", long)))
         while not await asyncio.to_thread(processes.num_in_frontend, stack):

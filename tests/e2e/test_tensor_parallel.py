@@ -1,4 +1,4 @@
-"""`nereid serve` with one model on two processes: a process dies, and service comes back."""
+"""Tests of `nereid serve --tensor-parallel-size=2`, where the process of one rank is killed."""
 
 import contextlib
 
@@ -36,7 +36,7 @@ def answer(client):
 
 
 def ranks(server):
-    """Return the processes of the ranks other than rank 0."""
+    """Return the processes of all ranks except rank 0."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     return [child for child in children if "nereid_backend.parallel.rank_process" in _line(child)]
 

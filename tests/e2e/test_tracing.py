@@ -1,4 +1,4 @@
-"""A collector receives the spans of a request from the frontend and from every Triton model."""
+"""Tests that the frontend and each Triton model send their spans of a request to a collector."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ STRICT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 @pytest.fixture(scope="module")
 def collected():
-    """Return the trace of a chat completion and of an embedding, the raw spans, and the log."""
+    """The spans of a chat completion and of an embedding request, the raw spans, and the log."""
     with receive_spans() as receiver:
         environment = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,

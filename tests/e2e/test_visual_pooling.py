@@ -1,4 +1,7 @@
-"""Models that embed and rerank images on a real server, compared with transformers."""
+"""Tests of models that embed and rerank images on a real server.
+
+The tests compare the vectors and scores with the results of the library transformers.
+"""
 
 import base64
 import json
@@ -30,8 +33,8 @@ from e2e.scripted import DEMO, ROOT
 from fakes.live_server import serve
 from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
-# The server starts four models with their processes for images. That takes minutes on a busy
-# machine.
+# The server starts four models, each with a process that decodes images. On a busy machine, this
+# takes minutes.
 _START_TIMEOUT_S = 1000
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(2 * _START_TIMEOUT_S)]
 
@@ -77,7 +80,10 @@ PARTS = [{"image": URLS[0]}, {"image": URLS[1], "text": TEXTS[1]}, {"text": TEXT
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Return the folders of the checkpoints, and the page model and its processor."""
+    """The folder of each checkpoint, and the loaded model of the checkpoint `pages`.
+
+    The loaded model is a pair of a transformers model and its processor.
+    """
     look = save_vision_language("qwen2_vl", tmp_path_factory.mktemp("look"))
     towers = save_towers(tmp_path_factory.mktemp("towers"))
     pages = tmp_path_factory.mktemp("pages")
@@ -107,9 +113,10 @@ def server(folders, tmp_path_factory, fork_server):
 
 @pytest.fixture(scope="module")
 def post(server):
-    """Send a request to the frontend, and return the status and the JSON of the answer.
+    """A function that sends a request, and returns the HTTP status and the JSON response.
 
-    A busy model can need more than the five seconds that the frontend waits for its description.
+    The function repeats a request after the status 503. The frontend returns 503 if a busy model
+    takes more than five seconds to answer the frontend's request for the model's description.
     """
 
     def send(path, **body):
@@ -140,7 +147,7 @@ def strings(name, values):
 
 @pytest.fixture(scope="module")
 def look_vectors(folders):
-    """Return the vectors of PARTS by transformers."""
+    """The vectors of `PARTS`, computed by transformers."""
     chats = [[user(IMAGES[0])], [user(IMAGES[1], TEXTS[1])], [user(TEXTS[0])]]
     return last_vectors(folders[0]["look"], chats)
 
@@ -148,7 +155,7 @@ def look_vectors(folders):
 @pytest.fixture(scope="module")
 @torch.inference_mode()
 def page_vectors(folders):
-    """Return the token vectors of a query and of the two images as pages, by transformers."""
+    """The token vectors of a query and of two images (as pages), computed by transformers."""
     model, processor = folders[1]
     inputs = [processor.process_queries(text=[TEXTS[0]])]
     inputs += [processor.process_images(images=[image]) for image in IMAGES]
@@ -255,7 +262,7 @@ def test_the_examples_of_the_manual_print_what_the_page_shows(server, tmp_path):
 
 
 def bomb() -> bytes:
-    """Return a PNG file of 40 kB that claims 60,000 x 60,000 pixels."""
+    """Return a PNG file of 40 kB whose header claims an image of 60,000 x 60,000 pixels."""
 
     def chunk(name, content):
         check = struct.pack(">I", zlib.crc32(name + content))

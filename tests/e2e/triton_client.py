@@ -1,4 +1,4 @@
-"""A thin tritonclient wrapper for the tests: one request on the ensemble over gRPC."""
+"""Functions that send a request to the ensemble over gRPC with tritonclient."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ DTYPES = {"BYTES": np.object_, "BOOL": np.bool_, "INT32": np.int32}
 
 @dataclass
 class Reply:
-    """What came back for one request."""
+    """All responses to one request, and the error if there was one."""
 
     deltas: list = field(default_factory=list)
     texts: list = field(default_factory=list)
@@ -43,7 +43,10 @@ def chat(content, *, stream=True, **fields):
 
 
 async def ask(url, inputs, *, cancel_when=None):
-    """Send one request on a stream of its own; cancel it once `cancel_when(reply)` is true."""
+    """Send one request on its own stream, and return the `Reply`.
+
+    Cancel the request when `cancel_when(reply)` returns true after a response.
+    """
     reply = Reply()
 
     async def requests():
@@ -62,7 +65,7 @@ async def ask(url, inputs, *, cancel_when=None):
                 if cancel_when is not None and cancel_when(reply):
                     answers.cancel()
         except asyncio.CancelledError:
-            # How a call says that it was cancelled; reading up to here leaves nothing under way.
+            # A cancelled call raises this exception when all of its responses have been read.
             if cancel_when is None:
                 raise
         except grpc.aio.AioRpcError as error:

@@ -1,1 +1,1 @@
-"""Fakes with real behaviour, which several tests share."""
+"""Fake servers, models and backends that several tests use."""

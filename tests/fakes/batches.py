@@ -1,4 +1,4 @@
-"""A frontend with the Batch API, and functions that create batches and read their results."""
+"""A frontend with the Batch API, and functions that create batches and read batch results."""
 
 import json
 
@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 
 
 def serve(port, folder):
-    """Run the frontend with the echo model until the process is killed."""
+    """Run a frontend that serves the echo model until the process is killed."""
     settings = Settings(served_model_name="echo", batch_folder=folder)
     app = create_app(settings, FakeBackend)
     app.state.make_pooling = FakePooling

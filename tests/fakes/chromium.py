@@ -1,4 +1,4 @@
-"""A real Chromium for tests, controlled by Playwright. Without Chromium, the test is skipped."""
+"""Starts a real Chromium that Playwright controls. Skips the test if Chromium is not installed."""
 
 import shutil
 from collections.abc import Iterator

@@ -8,24 +8,25 @@ import schemathesis
 from hypothesis import HealthCheck, Phase
 from schemathesis import GenerationMode
 
-# The kinds of requests: valid ones, and ones that violate the description.
+# Requests that are valid according to the OpenAPI description, and requests that violate it.
 MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-# A request that generates more tokens would delay the test, and check nothing else.
+# A request that generates more tokens would only make the test slower.
 _MAX_TOKENS = 16
 
 
 class DescribedRequests:
-    """Sends random requests to each operation of a server, and counts the statuses.
+    """Sends random requests to each operation of a server, and counts the HTTP statuses.
 
     Args:
         url: the base URL of the server.
         models: the names of the served models. Half of the valid requests get one of these names
-            as their `model`, because a random name is answered with 404.
+            as their `model`, because the server answers a random name with status 404.
 
     Attributes:
-        counts: the number of responses with each status.
-        failures: for each operation with a response 5xx, the first request and its response.
+        counts: the number of responses with each HTTP status.
+        failures: for each operation that returned a status 5xx, the first such request (as a curl
+            command) and the text of the response.
     """
 
     def __init__(self, url, models=()):
@@ -36,9 +37,9 @@ class DescribedRequests:
         self._operations = [result.ok() for result in schema.get_all_operations()]
 
     def send(self, part, num_parts, num_requests):
-        """Send about `num_requests` requests to the operations of one part of the description.
+        """Send about `num_requests` requests to one part of the operations.
 
-        The operations are numbered. Part 1 of 3 has the operations 1, 4, 7 and so on.
+        The operations are numbered from 0. Part 1 of 3 contains the operations 1, 4, 7 and so on.
         """
         operations = self._operations[part::num_parts]
         num_examples = num_requests // (len(MODES) * len(operations)) + 1
@@ -71,7 +72,7 @@ class DescribedRequests:
             self.counts["unsatisfiable"] += 1
 
     def _make_answerable(self, case, mode):
-        """Limit the number of generated tokens, and name a served model in every second request."""
+        """Make every second valid request name a served model and ask for few tokens."""
         if mode != GenerationMode.POSITIVE or not isinstance(case.body, dict):
             return
         number = self.counts.total()

@@ -1,19 +1,20 @@
-"""A language model that repeats the end of its prompt, word by word.
+"""The echo model: a fake language model that repeats its prompt (or a chat's last message).
 
-Its responses have the format of the ensemble: deltas with cumulative usage, a finish reason in the
-last delta of each choice, `max_tokens`, stop strings, reasoning, tool calls, `n`,
-log-probabilities, token ids, and errors with a code. Markup in the prompt controls the output:
+The model streams its output word by word. The responses have the format of Nereid's ensemble: they
+are deltas with cumulative usage, and the last delta of each choice contains a finish reason. The
+model supports `max_tokens`, stop strings, reasoning, tool calls, `n`, log-probabilities, token ids,
+and errors with a code. Markup in the prompt controls the output:
 
-    <think>why</think>                             reasoning
+    <think>why</think>                             send `why` as reasoning
     <tool_call>{"name": "f", "arguments": {}}</tool_call>
-    <hold>one two</hold>                           words whose text is sent with the last one
+    <hold>one two</hold>                           send the text of all words with the last word
     <pause 0.05>                                   wait for this number of seconds
     <until /a/file>                                wait until this file exists
     <fail UNAVAILABLE the queue is full>           end with this error
     <vanish>                                       end without a finish reason
 
-Each word is a token. Choice i ends with the word " #i", and its tokens have the log-probability
-`logprob_of(i)`.
+Each word is a token. The last word of choice i is " #i" (except for choice 0), and the tokens of
+choice i have the log-probability `logprob_of(i)`.
 """
 
 import json
@@ -48,7 +49,7 @@ class Failure:
 
 
 Deltas = list[dict[str, Any]]
-"""One response: deltas of several choices."""
+"""One response of the model: at most one delta for each choice."""
 
 Step = Deltas | Pause | Failure
 
@@ -60,7 +61,10 @@ def echo(
     chat_request: str | None = None,
     sampling_parameters: str | None = None,
 ) -> Iterator[Step]:
-    """Yield responses (with the raw text as `text`) and pauses. A failure is the last item."""
+    """Yield the responses and pauses. If the request fails, the last item is a `Failure`.
+
+    Each delta contains the raw text of the model as `text`.
+    """
     if chat_request is not None:
         body = json.loads(chat_request)
         prompt = _text(body["messages"][-1].get("content") or "")
@@ -107,7 +111,10 @@ def token_id_of(word: str) -> int:
 
 
 def logprob_of(index: int) -> float:
-    """Return the log-probability of the tokens of a choice. The order is choice 0, 3, 1, 4, 2."""
+    """Return the log-probability of each token of a choice.
+
+    Sorted from the most to the least likely, the first five choices are 0, 3, 1, 4, 2.
+    """
     return -0.1 * (index * 2 % 5 + 1)
 
 
@@ -119,7 +126,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 @dataclass
 class Answer:
-    """One choice while it is generated."""
+    """One choice of a response, whose deltas are generated step by step."""
 
     prompt: str
     limit: int
@@ -214,7 +221,7 @@ class Answer:
             self.news.setdefault("token_ids", []).append(token_id_of(word))
 
     def _open(self) -> None:
-        """Set the data about the prompt, which is in the first delta of choice 0."""
+        """Add the token ids and log-probabilities of the prompt to the first delta of choice 0."""
         if self.index:
             return
         words = _WORD.findall(self.prompt)

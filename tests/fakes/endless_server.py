@@ -1,4 +1,7 @@
-"""A gRPC server whose streams never end. As a program, it prints its port and runs until killed."""
+"""A gRPC server whose streams never end.
+
+Run as a program, this module prints the server's port and serves until the process is killed.
+"""
 
 import asyncio
 
@@ -30,7 +33,7 @@ class Endless(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 async def start():
-    """Start the server. Return it and its port."""
+    """Start the server, and return the server object and its port."""
     server = grpc.aio.server()
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Endless(), server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""A Backend that runs the echo model in this process."""
+"""A fake of the frontend's `Backend` that runs the echo model in the test's process."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,16 +12,19 @@ from fakes.echo import Failure, Pause, echo, tokenize
 
 
 class FakeBackend:
-    """The echo model as a Backend. It records its calls.
+    """A `Backend` that answers with the echo model and records all calls.
 
     Attributes:
-        generations: all calls, in order.
+        generations: the arguments of all calls of `generate` and `tokenize`, in order.
         active: the ids of the requests that run now.
-        most_active: the largest number of active requests so far.
+        most_active: the largest number of requests that have run at the same time.
         aborted: the ids of the requests that were closed before their end.
+        adapters: the loaded LoRA adapters: name -> path.
+        reloads: the arguments of each reload of the weights.
         cache_calls, cache_answer: the arguments and the result of `call_cache`.
         limits: the result of `request_limits`.
-        is_up: the result of `is_live` and `is_ready`. If false, calls fail as without a server.
+        is_up: the result of `is_live` and `is_ready`. If `is_up` is false, calls fail like calls
+            of a server that cannot be reached.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,7 @@ class FakeBackend:
         finally:
             if not ended:
                 self.aborted.append(generation.request_id)
-            # Last: another thread takes this for the end of it all.
+            # This must be the last step, because the tests' thread waits for it.
             self.active.discard(generation.request_id)
 
     async def tokenize(self, generation: Generation) -> list[int]:

@@ -1,4 +1,4 @@
-"""A PoolingBackend whose vectors and scores are simple functions of the text."""
+"""A fake `PoolingBackend` whose vectors and scores are simple functions of the text."""
 
 import asyncio
 import json
@@ -9,23 +9,24 @@ from nereid_client.embeddings.pooling_backend import PoolingOutputs
 from nereid_client.errors import BackendError
 
 DIMENSION = 4
-LIMIT = 12  # in characters; each character is a token
+LIMIT = 12  # the longest input, in characters; each character is a token
 
 
 class FakePooling:
-    """An embedding model, and a reranker that is also a classifier.
+    """A fake backend with an embedding model and a reranker, which is also a classifier.
 
-    The vector of a text is its length and the codes of its first characters. The score of a
-    document is the share of the query's words that it contains.
+    The vector of a text consists of the text's length and the codes of its first three characters.
+    The score of a document is the share of the query's words that occur in the document.
 
     Attributes:
         calls: all calls, in order.
-        missing: models that are not served.
-        down: models that do not answer.
-        unconfigured: models in the model repository without a checkpoint.
+        missing: the names of the models that are not served.
+        down: the names of the models whose calls fail with the status UNAVAILABLE.
+        unconfigured: the names of the models that are in the model repository, but have no
+            checkpoint.
         kinds: the kinds of output of each model.
         labels: the labels of the classifier.
-        prompts: the texts of the embedding model's prompts by name.
+        prompts: the embedding model's prompts: name -> text.
         cancelled: the ids of the calls that were cancelled.
         delay_s: the duration of a call, in seconds.
     """
@@ -127,7 +128,7 @@ class FakePooling:
 
 
 def vector(text):
-    """Return the length of a text and the codes of its first characters."""
+    """Return the length of a text and the codes of its first three characters."""
     return [float(len(text)), *(float(ord(c)) for c in (text + "   ")[:3])]
 
 
@@ -138,9 +139,11 @@ def relevance(query, document):
 
 
 def token_labels(texts):
-    """Return the labels of characters, each of which is a token. A `y` has the second label.
+    """Return the probabilities of two labels for each token of the texts.
 
-    A special token without characters precedes each text.
+    Each character is a token. The letter `y` has the second label with probability 0.75, and for
+    all other characters both labels have the probability 0.5. A special token without characters
+    precedes each text.
     """
     rows, offsets = [], []
     for text in texts:
@@ -152,7 +155,7 @@ def token_labels(texts):
 
 
 def share(text):
-    """Return the share of `y` among the characters of a text."""
+    """Return which share of a text's characters is the letter `y`."""
     return text.count("y") / len(text)
 
 

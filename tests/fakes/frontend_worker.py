@@ -1,4 +1,7 @@
-"""The program of one frontend process with the echo model, for tests of several processes."""
+"""A program that runs the frontend with the echo model in several processes.
+
+Started by a test, the program runs a `WorkerPool`, which starts the same program as each worker.
+"""
 
 import sys
 

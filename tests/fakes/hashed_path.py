@@ -1,4 +1,4 @@
-"""A model for the runner's tests: its logits depend on the last tokens, and on nothing else."""
+"""A model for the runner's tests whose logits depend only on the last three tokens."""
 
 import numpy as np
 import torch
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class HashedPath:
-    """Random logits, the same for the same last three tokens.
+    """A model with random logits. Sequences with the same last three tokens have the same logits.
 
     Attributes:
-        cleared: requests that were cleared, in order.
-        broken_after: a token behind which all logits are NaN.
+        cleared: the sequences for which `clear` was called, in order.
+        broken_after: if the last token of a sequence is this token, all logits are NaN.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class HashedPath:
         self._spread = spread
 
     def logits_after(self, token_ids: list[int]) -> Tensor:
-        """[vocab_size] float32."""
+        """Return the logits that follow a sequence: a float32 tensor of the shape [vocab_size]."""
         rng = np.random.default_rng(token_ids[-3:])
         logits = rng.standard_normal(self.vocab_size, dtype=np.float32) * self._spread
         if token_ids[-1] == self.broken_after:
@@ -32,7 +32,7 @@ class HashedPath:
         return torch.from_numpy(logits)
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """See ForwardPath.forward."""
+        """Implement `ForwardPath.forward`: return the logits of all rows that the plan needs."""
         assert sampled is None
         rows = []
         for sequence, start, num_tokens, _, _, num_logits in plan.chunks:
@@ -43,5 +43,5 @@ class HashedPath:
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
-        """See ForwardPath.clear."""
+        """Implement `ForwardPath.clear`: record the sequence."""
         self.cleared.append(sequence)

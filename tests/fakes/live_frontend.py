@@ -1,4 +1,4 @@
-"""The frontend with the echo model, on a real socket in a thread of this process."""
+"""Runs the frontend with the echo model in a thread of the test's process, on a real socket."""
 
 import asyncio
 import socket
@@ -24,9 +24,10 @@ def free_port() -> int:
 
 @contextmanager
 def live_frontend(backend: FakeBackend, pooling=None, **values) -> Iterator[int]:  # type: ignore[no-untyped-def]
-    """Run the frontend with the settings `values`, and yield its port.
+    """Run the frontend with the settings `values`, and yield the frontend's port.
 
-    `pooling` is a PoolingBackend. By default, no embedding model and no reranker is served.
+    `pooling` is a `PoolingBackend`. Without `pooling`, the frontend serves no embedding model and
+    no reranker.
     """
     port = free_port()
     settings = Settings(served_model_name="echo", **values)
@@ -50,7 +51,7 @@ def live_frontend(backend: FakeBackend, pooling=None, **values) -> Iterator[int]
 def wait_for(condition, timeout_s: float = 60.0) -> None:  # type: ignore[no-untyped-def]
     """Wait until a condition is true.
 
-    Raises: TimeoutError.
+    Raises: TimeoutError if the condition is still false after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():

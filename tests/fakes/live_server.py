@@ -1,4 +1,4 @@
-"""`nereid serve` with the echo model on a real Triton server."""
+"""Runs `nereid serve` with a real Triton server that serves the echo model."""
 
 import contextlib
 import os
@@ -20,12 +20,13 @@ NEREID = Path(sys.prefix) / "bin" / "nereid"
 
 
 class Serve:
-    """A running `nereid serve`.
+    """A running process of `nereid serve`.
 
     Attributes:
-        lines: the lines that it has printed so far.
+        lines: the lines that the process has printed so far.
         ports: name of an endpoint -> port.
         log: the log file of the servers.
+        descendants: all descendant processes when the server became ready.
     """
 
     def __init__(
@@ -59,19 +60,19 @@ class Serve:
 
     @property
     def curl(self) -> str | None:
-        """Return the first printed curl command."""
+        """Return the first curl command that the process printed, or None if there is none yet."""
         return next((line for line in self.lines if line.startswith("curl ")), None)
 
     def wait_until_ready(self, timeout_s: float = 300) -> None:
         """Wait until the server is ready.
 
-        Raises: AssertionError with the output if it ends instead."""
+        Raises: AssertionError with the output if the server ends before it is ready."""
         wait_for(lambda: self.curl or self._process.poll() is not None, timeout_s=timeout_s)
         assert self.curl, "\n".join(self.lines)
         self.descendants = psutil.Process(self._process.pid).children(recursive=True)
 
     def child(self, word: str) -> psutil.Process:
-        """Return the descendant process with this word in its command line."""
+        """Return the first descendant process whose command line contains `word`."""
         return next(p for p in self.descendants if word in _command_line(p))
 
     def signal(self, number: signal.Signals) -> None:
@@ -79,7 +80,7 @@ class Serve:
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Wait for the end. Return the exit code.
+        """Wait until `nereid serve` ends, and return the exit code.
 
         Raises: AssertionError with the output if the server does not end."""
         try:
@@ -92,7 +93,7 @@ class Serve:
         return code
 
     def left(self) -> list[psutil.Process]:
-        """Return the descendant processes that still run."""
+        """Return the descendant processes that are still running."""
         return [p for p in self.descendants if _runs(p)]
 
     def shared_memory(self) -> list[Path]:
@@ -100,9 +101,9 @@ class Serve:
         return list(Path("/dev/shm").glob(f"nereid_{self._process.pid}_*"))
 
     def end(self) -> None:
-        """Kill everything that still runs."""
+        """End `nereid serve` with repeated SIGTERM signals."""
         while self._process.poll() is None:
-            self._process.terminate()  # the second signal is the one that hurries
+            self._process.terminate()  # the second signal makes `nereid serve` end at once
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=0.2)
         self.wait()
@@ -118,7 +119,7 @@ def _command_line(process: psutil.Process) -> str:
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # ended between the two
+    except psutil.NoSuchProcess:  # the process ended between the two calls
         return False
 
 
@@ -126,7 +127,7 @@ def _runs(process: psutil.Process) -> bool:
 def serve(
     folder: Path, *arguments: str, model: Path | None = None, **variables: str
 ) -> Iterator[Serve]:
-    """Run `nereid serve` with these arguments and environment variables, and end it afterwards."""
+    """Run `nereid serve` with arguments and environment variables, and end it afterwards."""
     running = Serve(folder, *arguments, model=model, **variables)
     try:
         yield running
@@ -135,7 +136,10 @@ def serve(
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Create a folder that passes the checks of a checkpoint. The echo model does not read it."""
+    """Create and return a folder that `nereid serve` accepts as a checkpoint.
+
+    The echo model does not read the folder.
+    """
     checkpoint = folder / "echo-model"
     checkpoint.mkdir(exist_ok=True)
     (checkpoint / "config.json").write_text("{}")

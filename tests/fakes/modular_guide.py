@@ -1,17 +1,17 @@
-"""A guide for the sampler's tests, small enough to check by hand."""
+"""A guide (constraint of the allowed tokens) for the sampler's tests, simple to check by hand."""
 
 import numpy as np
 from nereid_backend.errors import EngineError
 
 
 class ModularGuide:
-    """Two tokens in a row must not add up to a multiple of three, and some runs are prescribed.
+    """A guide that forbids a token if its sum with the previous token is a multiple of three.
 
-    After a multiple of seven (0 aside) come 8, 9 and 10, whatever they add up to. After a multiple
-    of five nothing is limited. Otherwise at most half of the vocabulary is forbidden.
+    Two exceptions: after a multiple of seven (except 0), the tokens 8, 9 and 10 must follow in this
+    order. After a multiple of five, all tokens are allowed.
 
     Attributes:
-        accepted: tokens so far.
+        accepted: the tokens that were accepted so far.
     """
 
     PRESCRIBED = (8, 9, 10)
@@ -23,7 +23,7 @@ class ModularGuide:
         self.accept(list(accepted))
 
     def allowed(self) -> list[int]:
-        """What may come next, in order."""
+        """Return the tokens that are allowed as the next token, in ascending order."""
         if self._pending:
             return [self._pending[0]]
         tokens = range(self.vocab_size)
@@ -32,7 +32,7 @@ class ModularGuide:
         return [token for token in tokens if (token + self.accepted[-1]) % 3]
 
     def accept(self, token_ids: list[int]) -> None:
-        """See Guide.accept."""
+        """Implement `Guide.accept`: append the tokens, or raise an error at a forbidden token."""
         for token_id in token_ids:
             if token_id not in self.allowed():
                 raise EngineError(f"token {token_id} is not allowed after {self.accepted}")
@@ -43,13 +43,16 @@ class ModularGuide:
             self.accepted.append(token_id)
 
     def fork(self) -> "ModularGuide":
-        """See Guide.fork."""
+        """Implement `Guide.fork`: return an independent copy of the guide."""
         other = ModularGuide(self.vocab_size)
         other.accepted, other._pending = list(self.accepted), list(self._pending)
         return other
 
     def fill(self, row: np.ndarray) -> bool:
-        """See MaskingGuide.fill."""
+        """Implement `MaskingGuide.fill`: write the bit mask of the allowed tokens into `row`.
+
+        Return False and leave `row` unchanged if all tokens are allowed.
+        """
         allowed = self.allowed()
         if len(allowed) == self.vocab_size:
             return False
@@ -62,9 +65,9 @@ class ModularGuide:
     def fill_all(
         cls, guides: list["ModularGuide"], rows: np.ndarray, row_indices: list[int]
     ) -> list[bool]:
-        """See MaskingGuide.fill_all."""
+        """Implement `MaskingGuide.fill_all`: call `fill` for each guide."""
         return [guide.fill(rows[index]) for guide, index in zip(guides, row_indices, strict=True)]
 
     def forced(self) -> list[int]:
-        """See MaskingGuide.forced."""
+        """Implement `MaskingGuide.forced`: return the tokens that must follow next."""
         return list(self._pending)

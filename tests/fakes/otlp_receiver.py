@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps the spans that it receives."""
+"""An OpenTelemetry collector that stores the spans that it receives."""
 
 import contextlib
 import http.server
@@ -11,7 +11,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True)
 class Span:
-    """A received span. The ids are hexadecimal, and `parent` is "" for the first span."""
+    """A span that the collector received. All ids are hexadecimal.
+
+    The attribute `parent` is the id of the parent span. It is "" if the span has no parent.
+    """
 
     name: str
     trace: str
@@ -24,12 +27,12 @@ class Span:
 
 @dataclass
 class Receiver:
-    """The received spans.
+    """The endpoint of the collector, and the spans that the collector has received.
 
     Attributes:
-        endpoint: the value for OTEL_EXPORTER_OTLP_ENDPOINT.
+        endpoint: the value for the environment variable `OTEL_EXPORTER_OTLP_ENDPOINT`.
         spans: the spans in the order in which they arrived.
-        raw: the bodies of all requests.
+        raw: the concatenated bodies of all requests.
     """
 
     endpoint: str = ""
@@ -42,7 +45,7 @@ class Receiver:
         Args:
             names: the names of the spans.
             trace: the trace id of the spans; None for any trace.
-            limit_s: the longest time to wait.
+            limit_s: the time in seconds after which the test fails.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -61,7 +64,7 @@ class Receiver:
 
 @contextlib.contextmanager
 def receive_spans():
-    """Run a collector on a free port, and yield its Receiver."""
+    """Run a collector on a free port, and yield a `Receiver` with the received spans."""
     receiver = Receiver()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Checks that a stream of the Responses API is well-formed, by the types of the openai library."""
+"""Checks the events of a Responses API stream: their order, and the types of the openai library."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,22 +14,27 @@ _ENDS = ("completed", "failed", "incomplete")
 
 @dataclass
 class _Item:
-    """An output item as a client builds it from events."""
+    """An output item of a response, as a client builds it from the events of the stream.
+
+    The attribute `part` is the state of the item's content part: "none", "added" or "done".
+    """
 
     id: str
     deltas: str = ""
-    part: str = "none"  # then added, then done
+    part: str = "none"
     is_written: bool = False
     final: Json | None = None
 
 
 @dataclass
 class StreamCheck:
-    """Checks a stream, event by event.
+    """Checks the events of one stream in order.
 
     Attributes:
-        is_typed: whether values must have the library's types. A request may contain other
-            values, which the response repeats.
+        is_typed: whether the values must have the types of the openai library. Set it to false
+            for requests with values of other types, because the response repeats these values.
+        items: the output items so far.
+        final: the response object of the last event, or None before that event.
     """
 
     is_typed: bool = True
@@ -37,7 +42,7 @@ class StreamCheck:
     final: Json | None = None
 
     def run(self, events: list[Json]) -> Json:
-        """Check a whole stream. Return the final response object."""
+        """Check all events of a stream, and return the final response object."""
         for at, event in enumerate(events):
             assert event["sequence_number"] == at
             assert self.final is None, "an event behind the last"
@@ -93,7 +98,7 @@ class StreamCheck:
 
 
 def text_of(item: Json) -> str:
-    """Return the text of an output item, or the arguments of a call."""
+    """Return the text of an output item. For a function call, return the arguments."""
     parts = item.get("content") or item.get("summary")
     text = item["arguments"] if item["type"] == "function_call" else parts[0]["text"]
     assert isinstance(text, str)

@@ -1,4 +1,4 @@
-"""A fork server that several servers of the tests use, instead of one fork server for each server.
+"""Runs one fork server that the servers of several tests share.
 
 A fork server imports torch and transformers, which takes four seconds of CPU time. `nereid serve`
 starts its own fork server, unless the environment contains the address of another one.
@@ -18,9 +18,9 @@ from nereid_client.supervise.start_fork_server import ADDRESS_VARIABLE, start_fo
 def run_fork_server() -> Iterator[dict[str, str]]:
     """Run a fork server. Yield the environment variable that makes `nereid serve` use it.
 
-    The engine and the workers of such a server are children of the fork server, not of the server.
+    The engine and the workers of these servers are child processes of the fork server.
 
-    Raises: AssertionError if such a process is left when the context ends.
+    Raises: AssertionError if such a child process is still alive 60 s after the last test.
     """
     address = f"nereid-tests-{os.getpid()}-{secrets.token_hex(8)}"
     with Path(os.devnull).open("w") as log:

@@ -1,4 +1,4 @@
-"""An HTTP server that sends the streams of a test, including broken ones."""
+"""An HTTP server whose streamed responses are defined by a test and may be broken."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ def event(data):
 
 
 def stream(texts, *, finish="length", usage=None, done=True):
-    """Return the events of a whole chat completion."""
+    """Return the server-sent events of a complete streamed chat completion."""
     events = [event(chunk(text)) for text in texts]
     events += [event(chunk(finish=finish))] if finish else []
     events += [event(chunk(usage=usage))] if usage is not None else []
@@ -55,13 +55,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    request_queue_size = 128  # a burst must not find the door shut
+    request_queue_size = 128  # a burst of connections must not be refused
 
 
 @contextmanager
 def play(answer):
-    """A server; `answer(body)` gives the status, the parts of the body (bytes, or seconds to wait),
-    and, where it is not so, that the body is ended."""
+    """Run a server that answers each POST request with `answer(body)`, and yield the server.
+
+    `answer` returns the HTTP status, the parts of the response body and, optionally, False. A part
+    is either bytes to send or a float: the number of seconds to wait. With False, the server closes
+    the connection without the end marker of the body.
+    """
     server = _Server(("127.0.0.1", 0), _Handler)
     server.answer, server.num_lost_clients = answer, 0
     server.over = threading.Event()

@@ -1,4 +1,4 @@
-"""The echo model on a Triton server."""
+"""The echo model as a Python model of a Triton server."""
 
 import json
 import os
@@ -14,14 +14,16 @@ import triton_python_backend_utils as pb_utils
 sys.path.insert(0, str(Path(__file__).parents[4]))
 from fakes.echo import Failure, Pause, echo
 
-# Threads that call `send` or `is_cancelled` at the same time corrupt the memory of server 2.51's
-# stub: with 32 streams it died within seconds, also when only one of the two was locked.
+# In Triton server 2.51, threads that call `send` or `is_cancelled` at the same time corrupt the
+# memory of the stub process. With 32 streams, the stub died within seconds, even if only one of
+# these two functions was locked.
 STUB = threading.Lock()
 
 
 class TritonPythonModel:
     def initialize(self, args):
-        # A child of the stub, as the engine process is one: servers must not leave it behind.
+        # This child process of the stub stands for the engine process. The tests check that
+        # `nereid serve` ends it.
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         log(f"echo model loaded for {os.environ.get('NEREID_MODEL')}")
 

@@ -1,4 +1,4 @@
-"""The tokenizer of the echo model, on a Triton server."""
+"""The tokenizer of the echo model as a Python model of a Triton server."""
 
 import sys
 from pathlib import Path

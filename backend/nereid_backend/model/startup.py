@@ -6,11 +6,9 @@ The stages are:
     weights -> forward path -> KV cache -> compiled forward pass and CUDA graphs -> runner
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,17 +16,14 @@ import torch
 from nereid_backend.attention.choose_backend import attention_name
 from nereid_backend.attention.layers import LayerGroups
 from nereid_backend.attention.transformers_hook import AttentionHook
-from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.cpu_threads import CpuThreads, set_cpu_threads
 from nereid_backend.draft_model import DraftModel
-from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.lora.adapter_store import AdapterStore
-from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.accelerate_path import (
     CompileTarget,
     GraphSetup,
@@ -36,23 +31,16 @@ from nereid_backend.model.accelerate_path import (
     use_decode_graphs,
     use_fastest_attention,
 )
-from nereid_backend.model.activation_memory import measure_activations
-from nereid_backend.model.adaptable_layers import find_adaptable_layers
-from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
-from nereid_backend.model.choose_path import ChosenPath, choose_path
+from nereid_backend.model.cache_plan import plan_cache
+from nereid_backend.model.choose_image_path import ImageSupport
+from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.compiled_forward_swap import ForwardSwap, use_fast_forward
-from nereid_backend.model.images_only import choose_images_only
-from nereid_backend.model.layer_groups import block_shape, choose_layer_groups, describe_windows
 from nereid_backend.model.load_draft import check_draft_folder, open_draft
 from nereid_backend.model.load_mtp import open_mtp
-from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.memory_plan import (
-    BlockShape,
     MemoryPlan,
-    describe_memory,
-    kv_cache_budget,
-    plan_memory,
 )
+from nereid_backend.model.open_model import OpenedModel, OpenModel, StageClock, open_model
 from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.compiled_forward.load_library import CompiledForward
 from nereid_backend.paths.model_call import Sizes
@@ -98,88 +86,6 @@ class Loaded:
     draft: DraftModel | None
 
 
-class StageClock:
-    """Measures how long each stage of loading takes.
-
-    Attributes:
-        seconds: the duration of each finished stage in seconds, by name.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._stage_start = time.monotonic()
-
-    def end(self, stage: str) -> None:
-        """Record the duration of `stage`, and start to measure the next stage."""
-        now = time.monotonic()
-        self.seconds[stage] = now - self._stage_start
-        self._stage_start = now
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
-    """A model whose weights are loaded, and the way in which the engine runs the model.
-
-    Attributes:
-        checkpoint: the model.
-        chosen: the forward path.
-        adaptable_layers: the linear layers that LoRA adapters can change, by name.
-        images: how the model processes prompts with images.
-        cache_budget: returns the memory for the KV cache in bytes. The argument is the memory of
-            one step in bytes.
-    """
-
-    checkpoint: Checkpoint
-    chosen: ChosenPath
-    adaptable_layers: dict[str, LayerSizes]
-    images: ImageSupport
-    cache_budget: Callable[[int], int]
-
-
-OpenModel = Callable[[EngineConfig, AttentionHook, Progress, StageClock], OpenedModel]
-
-
-def open_model(
-    config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
-) -> OpenedModel:
-    """Read the weights of a model, and choose how the model processes texts and images.
-
-    Args:
-        config: the settings.
-        hook: Nereid's attention function, which transformers calls in each layer.
-        progress: called with one line for each slow operation.
-        clock: measures the duration of each stage of loading.
-    """
-    device = choose_device(config.device)
-    checkpoint = load_weights(config, device, hook, progress)
-    adaptable_layers = find_adaptable_layers(checkpoint) if config.lora_memory else {}
-    clock.end("weights")
-    progress("comparing the logits of the engine with those of the unmodified model")
-    chosen, images = _choose_paths(config, checkpoint, hook, progress)
-    clock.end("self-check")
-    cache_budget = partial(kv_cache_budget, config, device)
-    return OpenedModel(checkpoint, chosen, adaptable_layers, images, cache_budget)
-
-
-def _choose_paths(
-    config: EngineConfig, checkpoint: Checkpoint, hook: AttentionHook, progress: Progress
-) -> tuple[ChosenPath, ImageSupport]:
-    """Choose how the model processes texts and how it processes prompts with images.
-
-    The arguments are those of `open_model`, and `checkpoint` is the loaded model.
-
-    Raises:
-        UnsupportedModelError: if the model can process neither texts nor prompts with images.
-    """
-    folder = Path(checkpoint_folder(config.model))
-    try:
-        chosen = choose_path(checkpoint, hook, config, progress)
-    except UnsupportedModelError as text_error:
-        return choose_images_only(checkpoint, folder, config.block_size, progress, text_error)
-    images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
-    return chosen, images
-
-
 def load(
     config: EngineConfig,
     hook: AttentionHook,
@@ -210,7 +116,7 @@ def load(
     opened_mtp = open_mtp(config, checkpoint, spec, hook, progress)
     num_tokens = _tokens_per_step(config, device)
     draft_bytes = sum(each.bytes_per_token for each in (opened_draft, opened_mtp) if each)
-    plan = _plan_cache(config, opened, num_tokens, draft_bytes, progress)
+    plan = plan_cache(config, opened, num_tokens, draft_bytes, progress)
     memory = plan.memory
     sizes = Sizes(
         memory.num_blocks,
@@ -265,84 +171,6 @@ def load(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _CachePlan:
-    """The sizes that are determined before the KV cache is allocated.
-
-    Attributes:
-        memory: the size of the KV cache, and the limits that follow from this size.
-        groups: the groups of the attention layers.
-        block: the memory of a block, and the blocks that a sequence needs.
-        windows_sentence: a sentence about the attention windows for the log; "" if there are none.
-        step_bytes: the memory of the largest step in bytes; 0 if it is unknown.
-    """
-
-    memory: MemoryPlan
-    groups: LayerGroups
-    block: BlockShape
-    windows_sentence: str
-    step_bytes: int
-
-
-def _plan_cache(
-    config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
-) -> _CachePlan:
-    """Measure the memory of a forward pass, divide the remaining memory into blocks, and report.
-
-    Args:
-        config: the settings.
-        opened: the model and its forward path.
-        num_tokens: the largest number of tokens in one step.
-        draft_bytes: the memory of one token in the cache of the draft model.
-        progress: called with one line about the memory.
-    """
-    measured_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
-    plan = _divide_memory(config, opened, num_tokens, draft_bytes, step_bytes=measured_bytes or 0)
-    report = describe_memory(
-        plan.memory,
-        plan.block,
-        weights_bytes=opened.checkpoint.weights_bytes,
-        step_bytes=measured_bytes,
-        max_step_tokens=num_tokens,
-        windows_sentence=plan.windows_sentence,
-    )
-    progress(report)
-    return plan
-
-
-def _divide_memory(
-    config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, *, step_bytes: int
-) -> _CachePlan:
-    """Determine the number of KV cache blocks that fit into the memory.
-
-    The KV cache gets the memory that remains after the weights and one forward pass.
-
-    Args:
-        config: the settings.
-        opened: the model and its forward path.
-        num_tokens: the largest number of tokens in one step.
-        draft_bytes: the memory of one token in the cache of the draft model.
-        step_bytes: the memory of the largest step; 0 if it is unknown.
-    """
-    checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
-    # The size of the KV cache is not known yet, so only the settings and the model limit requests.
-    max_model_len = config.max_model_len or limit.num_tokens
-    groups, reason_for_one_group = choose_layer_groups(
-        config, spec, checkpoint.device, max_model_len, num_tokens
-    )
-    block = block_shape(config, spec, groups, checkpoint.model.dtype, num_tokens, draft_bytes)
-    memory = plan_memory(
-        config,
-        block,
-        bytes_per_sequence=spec.bytes_per_sequence,
-        limit=limit,
-        num_bytes=opened.cache_budget(step_bytes),
-        has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
-    )
-    windows_sentence = describe_windows(spec.layers, groups, reason_for_one_group)
-    return _CachePlan(memory, groups, block, windows_sentence, step_bytes)
-
-
 class _Compilation(NamedTuple):
     """The result of the setting compile_forward.
 
@@ -392,22 +220,6 @@ def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
     """
     default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
     return config.max_num_batched_tokens or max(config.max_num_seqs, default)
-
-
-def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) -> int | None:
-    """Return how many bytes a forward pass over `num_tokens` tokens needs; None if unknown.
-
-    The measured step computes a text, so the memory of a model that needs images is unknown.
-    """
-    if opened.images.needs_images:
-        return None
-    return measure_activations(
-        opened.checkpoint,
-        opened.chosen.spec,
-        num_tokens=min(num_tokens, opened.chosen.limit.num_tokens),
-        num_seqs=config.max_num_seqs,
-        block_size=config.block_size,
-    )
 
 
 def _make_runner(

@@ -26,8 +26,9 @@ from nereid_backend.load_checkpoint import Progress, choose_device, load_checkpo
 from nereid_backend.model.choose_image_path import refuse_images
 from nereid_backend.model.choose_path import ChosenPath, Trials, check_variant
 from nereid_backend.model.memory_plan import kv_cache_budget
+from nereid_backend.model.open_model import OpenedModel, StageClock
 from nereid_backend.model.path_variants import PathSpec
-from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
+from nereid_backend.model.startup import Loaded, load
 from nereid_backend.model.weight_memory import form_that_fits
 from nereid_backend.parallel.check_support import (
     check_checkpoint,

@@ -1,4 +1,4 @@
-"""Compare greedy tokens of the engine with transformers for every type of causal LM.
+"""Compares the greedy tokens of the engine with those of transformers for every causal LM type.
 
     python tests/backend/archs.py                 run the types without a result, print the table
     python tests/backend/archs.py --seconds 200   stop after 200 s; the next run continues
@@ -9,8 +9,9 @@
     python tests/backend/archs.py --tensor-parallel-size 2 --results build/archs-tp.jsonl
                                                   divide each model over two processes
 
-Each type runs in its own process with a limit on time and memory. The file `--results` contains one
-line of JSON for each result.
+A type is a value of `model_type` in a config.json, such as llama. Each type runs in its own process
+with a limit on time and memory. The program appends each result as a line of JSON to the file that
+the option `--results` names.
 """
 
 import argparse
@@ -42,10 +43,12 @@ from transformers.utils import logging
 
 from backend import shrink
 
+# The limits on the wall time and the address space of the process of one type.
 _SECONDS = 90
 _MEMORY_BYTES = 8 * 2**30
 _COLUMNS = (*SITUATIONS, *VARIANTS)
 _ALL_EQUAL = f"{len(PROMPTS) * MAX_TOKENS}/{len(PROMPTS) * MAX_TOKENS}"
+# The forward paths. The engine tries them in this order and uses the first one that is correct.
 _TIERS = ("packed", "rows", "padded", "single")
 
 
@@ -55,7 +58,7 @@ class Result:
 
     Attributes:
         status: "exact", "wrong", "refused" or "not built".
-        tier: the path that the engine chose in the first situation.
+        tier: the forward path that the engine chose in the first situation.
         cells: for each column, the number of equal tokens and of all tokens, such as "96/96". The
             cell is "-" if the type cannot be compared in this column.
         reason: why the type was refused or not built, or the error that ended its process.
@@ -73,10 +76,9 @@ class Result:
 
 
 def examine(model_type: str, size: int, columns: list[str], result: Result) -> None:
-    """Run one type and store the outcome in `result`.
+    """Run one type in the given columns and store the outcome in `result`.
 
-    The model runs in every column. If it is divided over `size` processes, it runs only in the
-    situation "mixed".
+    In the columns of `SITUATIONS`, the engine divides the model over `size` processes.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = shrink.save(model_type, Path(name))
@@ -105,6 +107,7 @@ def examine(model_type: str, size: int, columns: list[str], result: Result) -> N
 
 
 def _cell(expected: Answers, got: Answers) -> str:
+    """Return the number of equal tokens and the number of all tokens, such as "95/96"."""
     pairs = [(a, b) for e, g in zip(expected, got, strict=True) for a, b in zip(e, g, strict=True)]
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 
@@ -149,7 +152,7 @@ def load_results(path: Path) -> dict[str, Result]:
 
 
 def summary(results: dict[str, Result]) -> str:
-    """Return sentences with the number of types for each status and path."""
+    """Return sentences with the number of types for each status and each forward path."""
     tiers = Counter(r.tier for r in results.values() if r.status == "exact")
     kinds = Counter(r.status for r in results.values())
     by_tier = ", ".join(f'{tiers[tier]} with the forward path "{tier}"' for tier in _TIERS)

@@ -15,13 +15,17 @@ with importing():
     from backend import shrink
 
 logging.disable_progress_bar()
-# Threads that wait for each other make tiny models slow on a busy machine.
+# With several threads, each operation would wait for the slowest thread. On a busy machine, these
+# waits would take longer than the computation of a tiny model.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A function from a family's name to the folder of its tiny checkpoint, saved on first use."""
+    """A function that returns the folder of the tiny checkpoint of a family (see `FAMILIES`).
+
+    The function saves each checkpoint once in a test session.
+    """
     folders: dict[str, Path] = {}
 
     def folder_of(name: str) -> Path:
@@ -34,7 +38,10 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function from a type of transformers to the folder of its tiny checkpoint."""
+    """A function that returns the folder of a tiny checkpoint of a `model_type` of transformers.
+
+    The function saves each checkpoint once for each test module.
+    """
     folders = {}
 
     def folder_of(model_type):
@@ -47,5 +54,10 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def cheap_drafts(monkeypatch):
-    """Draft tokens are always proposed, although steps of tiny models are too short for a gain."""
+    """Make the engine propose draft tokens in all steps.
+
+    Without this fixture, the engine would propose hardly any, because drafts do not make the short
+    steps of a tiny model faster. The fixture sets the cost of a draft token to 5 % of the cost of a
+    sequence in a step.
+    """
     monkeypatch.setattr(StepCosts, "ratio", lambda _costs, _num_sequences: 0.05)

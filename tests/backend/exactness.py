@@ -1,4 +1,4 @@
-"""Runs an engine in several situations, and computes the expected greedy tokens."""
+"""Functions that answer prompts with an engine in several situations, and the expected tokens."""
 
 import functools
 import random
@@ -17,9 +17,9 @@ Answers = list[list[int]]
 MAX_TOKENS = 16
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 4
-# The largest number of tokens of a step, in the situations that divide prompts into chunks.
+# In the situations that divide prompts into chunks, a step has at most this number of tokens.
 _STEP_TOKENS = 9
-# The largest number of tokens of a sequence, in the situation with preempted sequences.
+# In the situation "preempted", a sequence has at most this number of tokens.
 _PREEMPTED_LEN = 64
 
 
@@ -32,10 +32,10 @@ PROMPTS = make_prompts()
 
 
 def reference(folder: Path) -> Answers:
-    """Return the greedy tokens of transformers for each prompt alone.
+    """Return the greedy tokens that transformers generates for each prompt alone.
 
-    Several tests of a file use the same checkpoint, so the tokens are cached until a file of the
-    checkpoint changes.
+    Several tests use the same checkpoint. The tokens are therefore cached until a file in the
+    folder of the checkpoint changes.
     """
     times = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(folder.iterdir()))
     return [list(answer) for answer in _reference(folder, times)]
@@ -47,7 +47,7 @@ def _reference(folder: Path, times: tuple[tuple[str, int], ...]) -> Answers:
 
 
 def load_float32(folder: Path) -> PreTrainedModel:
-    """Load a checkpoint with transformers."""
+    """Load a checkpoint with transformers in float32."""
     config = AutoConfig.from_pretrained(folder)
     return getattr(transformers, config.architectures[0]).from_pretrained(
         folder, dtype=torch.float32
@@ -55,7 +55,7 @@ def load_float32(folder: Path) -> PreTrainedModel:
 
 
 def greedy_tokens(model: PreTrainedModel) -> Answers:
-    """Return the greedy tokens of a model of transformers for each prompt alone."""
+    """Return the greedy tokens that a model of transformers generates for each prompt alone."""
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -102,7 +102,7 @@ def run_staggered(
 
     Args:
         engine: an engine without requests.
-        params: the parameters for each prompt.
+        params: the sampling parameters of each prompt.
         checks: whether to verify the block pool after each step. All used blocks must belong to
             requests.
     """
@@ -144,7 +144,10 @@ def run_preempted(engine: Engine) -> Answers:
 
 
 def run_cached(engine: Engine) -> Answers:
-    """Answer each prompt after the prefix cache has stored the prompt and a similar prompt."""
+    """Answer each prompt after the prefix cache has stored the prompt and a similar prompt.
+
+    The similar prompt begins with the first half of the prompt.
+    """
     rng = random.Random(3)
     for prompt in PROMPTS:
         engine.generate([[*prompt[: len(prompt) // 2], rng.randrange(3, 300)], prompt], PARAMS)

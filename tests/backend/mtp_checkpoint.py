@@ -1,4 +1,4 @@
-"""A tiny checkpoint with an MTP layer."""
+"""Saves a tiny checkpoint with a layer for multi-token prediction (MTP)."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,10 @@ from transformers import MellumConfig, MellumForCausalLM
 
 
 def save_with_mtp(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
-    """Save a model of two layers whose third layer becomes an MTP layer."""
+    """Save a checkpoint with two normal layers and one MTP layer, and return the folder.
+
+    The function creates a model with three layers and renames the third layer to an MTP layer.
+    """
     torch.manual_seed(0)
     config = MellumConfig(
         vocab_size=vocab_size,
@@ -39,8 +42,9 @@ def save_with_mtp(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
         name.replace("model.layers.2.", "mtp.layers.0."): tensor
         for name, tensor in load_file(path).items()
     }
-    # The next token mostly depends on the last token, so the MTP layer is often right if it mostly
-    # reads the last token.
+    # In this model, the next token mostly depends on the last token. The projection therefore
+    # copies the embedding of the last token and adds only a little of the hidden state. The MTP
+    # layer then often proposes the right token.
     size = config.hidden_size
     tensors["mtp.fc.weight"] = torch.cat([torch.eye(size), 0.1 * torch.randn(size, size)], dim=1)
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):

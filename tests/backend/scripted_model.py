@@ -1,4 +1,4 @@
-"""Stands for a model and its KV cache in tests of the core."""
+"""A fake model with a fake KV cache, for tests of the scheduler and the block pool."""
 
 import random
 from collections import abc
@@ -8,14 +8,18 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 
+# The number of tokens in a block.
 BLOCK = 4
 EOS = 1
-# Stands in a slot for what is not a finite number; hash() never gives it.
+# The value of a slot whose keys and values are not finite numbers. hash() never returns -1.
 NAN = -1
 
 
 def next_token(token_ids: list[int], index: int) -> int:
-    """A function of the whole sequence that often repeats what it wrote some tokens ago."""
+    """Return the token after `token_ids`, which depends on all tokens and on the choice's index.
+
+    Many tokens repeat a token five positions earlier, so that drafts from n-grams are often right.
+    """
     rng = random.Random(f"{token_ids}{index}")
     if len(token_ids) > 6 and rng.random() < 0.7:
         return token_ids[-5]
@@ -23,6 +27,7 @@ def next_token(token_ids: list[int], index: int) -> int:
 
 
 def expected_answer(prompt: list[int], max_tokens: int, index: int = 0) -> tuple[list[int], str]:
+    """Return the tokens after `prompt` and the finish reason."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tokens, index))
@@ -32,15 +37,18 @@ def expected_answer(prompt: list[int], max_tokens: int, index: int = 0) -> tuple
 
 
 class ScriptedModel:
-    """Remembers in each slot of the cache a token and all that came before it, as hashes do.
+    """A fake model that detects wrong contents of the KV cache.
 
-    Every token it gives depends on the whole sequence as read from the cache, and that must be the
-    request's own: a wrong block table, a block lost or shared wrongly, a chunk that was skipped or
-    a copy not made raises. Each group of layers has its own block table, and what it remembers is
-    in the blocks of every group. With an attention window, it reads only what the window covers.
+    A slot of the cache contains the hash of a token and of all tokens before it in the sequence.
+    Before the model generates a token, it compares the slots of the sequence with the expected
+    hashes. It raises an AssertionError if a block table is wrong, if a block was lost or wrongly
+    shared, or if a chunk or the copy of a block is missing. Each group of layers has a block table
+    of its own, and the model stores the hashes in the blocks of every group. In a group with an
+    attention window, the model reads only the slots inside the window.
 
-    A request that goes wrong leaves NaN in the slot of its last token. Masking does not stop NaN,
-    so it harms whoever has that slot in his table, whether he looks at it or not.
+    If the computation of a sequence fails, the slot of its last token contains NaN. In a real
+    model, an attention mask does not stop NaN. The model therefore raises an AssertionError if any
+    slot in the block tables of a sequence contains NaN, even a slot that the sequence does not use.
     """
 
     def __init__(
@@ -53,10 +61,18 @@ class ScriptedModel:
         windows: abc.Sequence[AttentionWindow | None] = (None,),
         has_state: bool = False,
     ):
-        """Answer with several tokens in a share of the steps, and fail in a share of them.
+        """Create a model whose cache has `num_blocks` blocks.
 
-        With `has_state`, each row has a recurrent state, which must cover exactly the tokens before
-        each chunk.
+        Args:
+            num_blocks: the number of blocks in the cache.
+            rng: the source of random numbers for `forced` and `broken`.
+            forced: the probability that one more token follows a generated token in the same step,
+                as the forced tokens of a grammar do.
+            broken: the probability that the computation of one sequence fails. The computation of a
+                whole step fails with a quarter of this probability.
+            windows: the attention window of each group of layers.
+            has_state: whether each row has a recurrent state. The state must cover exactly the
+                tokens before each chunk.
         """
         self._has_state = has_state
         # The hash of the tokens that the state of each row covers, and the snapshots by id.
@@ -72,13 +88,18 @@ class ScriptedModel:
         self._went_wrong: set[Sequence] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step, and return the sampled tokens and the prompt log-probabilities."""
         self.compute(plan)
         result = self.answer(plan)
         self.clear_broken(plan, result)
         return result
 
     def compute(self, plan: StepPlan, sampled: abc.Sequence[int] = ()) -> None:
-        """The forward pass; pending chunks get their tokens from what was sampled before."""
+        """Compute the forward pass of a step.
+
+        A pending chunk starts with a token that the previous step sampled: `sampled` contains the
+        tokens of the previous step, and `plan.pending` the index of the chunk's token.
+        """
         blocks = [self.slots[a * BLOCK : (a + 1) * BLOCK] for a, _ in plan.copies]
         for (_, target), block in zip(plan.copies, blocks, strict=True):
             self.slots[target * BLOCK : (target + 1) * BLOCK] = block
@@ -116,7 +137,7 @@ class ScriptedModel:
         self.states[sequence.row] = state
 
     def answer(self, plan: StepPlan) -> StepResult:
-        """Tokens for the chunks that sample, and what was asked about prompts."""
+        """Return new tokens for the chunks that sample, and the requested prompt logprobs."""
         prompts = {
             index: [TokenLogprobs([token], [-1.0], 1) for token in self._followers(chunk)]
             for index, chunk in enumerate(plan.chunks)
@@ -126,7 +147,7 @@ class ScriptedModel:
         return StepResult(sampled, prompts)
 
     def clear_broken(self, plan: StepPlan, result: StepResult) -> None:
-        """What is done about sequences that went wrong, once that is known."""
+        """Clear the blocks of each sequence whose result contains an error."""
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         for sequence, outcome in zip(sampling, result.sampled, strict=True):
             if outcome.error is not None:
@@ -141,7 +162,7 @@ class ScriptedModel:
         known = sequence.token_ids + sequence.draft_token_ids + pending
         assert start + num_tokens <= len(known)
         if sequence in self._went_wrong:
-            return  # Its step was begun before that was known.
+            return  # The engine started this step before it knew that the previous step failed.
         assert len(sequence.block_tables) == len(self._windows)
         found = {
             slot for b in used_blocks(sequence) for slot in self.slots[b * BLOCK : (b + 1) * BLOCK]
@@ -195,7 +216,11 @@ class ScriptedModel:
         return Sampled(new, [-0.5] * len(new))
 
     def _check(self, sequence: Sequence, tokens: list[int], first: int, group: int) -> int:
-        """What these tokens should have left behind; the cache has it from the first one on."""
+        """Return the hash of all tokens, and compare the slots of the cache with the hashes.
+
+        The cache must contain the hashes of the tokens from index `first` on. The slots of earlier
+        tokens are not read.
+        """
         expected = hash(sequence.params.cache_salt)
         for position, token in enumerate(tokens):
             expected = hash((expected, token))

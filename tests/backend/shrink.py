@@ -1,7 +1,8 @@
-"""Tiny configs and random checkpoints of any type that transformers knows as a causal LM.
+"""Creates tiny random checkpoints of all types of causal LM in transformers.
 
-A type's default config is made small by the names of its attributes, sub-configs included. What a
-name cannot tell is in HINTS, type by type.
+The functions take the default config of a type and replace the sizes in the config and in its
+sub-configs. The name of an attribute determines its new value. HINTS contains further changes for
+each type whose config needs them.
 """
 
 import copy
@@ -19,7 +20,8 @@ LENGTH = 256
 _MAX_PARAMETERS = 40_000_000
 _MAX_LAYERS = 4
 
-# Attribute names by the value that they get. Values of 0 or less and None stay.
+# The names of the attributes that get each value if their default is larger. Values of 0 or less
+# and None stay unchanged.
 _SIZES: dict[int, str] = {
     VOCAB_SIZE: "vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size "
     "unpadded_vocab_size",
@@ -61,7 +63,7 @@ _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_la
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """The type's default config with every size made small."""
+    """Return the default config of a type with small sizes."""
     hints = HINTS.get(model_type, {})
     config_class = type(AutoConfig.for_model(model_type, **hints.get("_birth", {})))
     whole = config_class(**hints.get("_birth", {}))
@@ -69,7 +71,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
-    """A random model of the type, whose tokens depend on their whole context."""
+    """Return a random model of a type. Its next token depends on all tokens of the context."""
     config = tiny_config(model_type)
     with torch.device("meta"):
         size = sum(p.numel() for p in _build(config).parameters())
@@ -83,7 +85,9 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ("embed" in name or "wte" in name) and not hints.get("_wide"):
-                parameter.normal_(0.0, 0.02)  # tied ones would repeat the last token
+                # With large values, a model whose output layer shares the embedding would always
+                # repeat the last token.
+                parameter.normal_(0.0, 0.02)
             elif parameter.dim() > 1 or "sinks" in name:
                 parameter.normal_(0.0, 0.25)
     model.generation_config.eos_token_id = None
@@ -96,6 +100,7 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _shrunk(config: PretrainedConfig, hints: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a config with small sizes. Sub-configs become dicts."""
     old = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
     for name in ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype"):
         old.pop(name, None)
@@ -115,14 +120,14 @@ def _shrunk(config: PretrainedConfig, hints: dict[str, Any]) -> dict[str, Any]:
     if old.get("per_layer_config"):
         new["per_layer_config"] = _per_layer(old["per_layer_config"], kept, old, new)
     new |= {k: v for k, v in hints.items() if not k.startswith("_") and k not in subs}
-    # A size that is another one's sum or product follows from those.
+    # The config class computes these attributes from others.
     for name in hints.get("_drop", ()):
         new.pop(name, None)
     return new
 
 
 def _sizes_of_heads(old: dict[str, Any], new: dict[str, Any]) -> dict[str, int]:
-    """Values that depend on one another."""
+    """Return the numbers and sizes of attention heads that depend on other attributes."""
     sizes = {}
     heads = next((old[n] for n in ("num_attention_heads", "n_head") if old.get(n)), None)
     for name in _KV_HEADS:
@@ -136,7 +141,10 @@ def _sizes_of_heads(old: dict[str, Any], new: dict[str, Any]) -> dict[str, int]:
 def _per_layer(
     layers: dict[Any, Any], kept: list[int], old: dict[str, Any], new: dict[str, Any]
 ) -> dict[int, Any]:
-    """Layers of other sizes keep their ratio to the common size."""
+    """Return the sizes of the layers whose sizes differ from the common sizes of the config.
+
+    The ratio between the size of such a layer and the common size stays the same.
+    """
     numbered = {int(number): sizes for number, sizes in layers.items()}
     return {
         place: {
@@ -149,6 +157,7 @@ def _per_layer(
 
 
 def _small(name: str, value: Any) -> Any:
+    """Return the new value of the attribute `name` whose default is `value`."""
     if name in _TOKENS:
         return _TOKENS[name] if value is not None else None
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -159,7 +168,10 @@ def _small(name: str, value: Any) -> Any:
 
 
 def _kept_layers(old: dict[str, Any], hints: dict[str, Any]) -> list[int]:
-    """Which layers stay, so that every kind of layer is there at least once."""
+    """Return the indices of the layers that the tiny model keeps.
+
+    The tiny model has at least one layer of every kind, but at most `_MAX_LAYERS` layers.
+    """
     if "_layers" in hints:
         return hints["_layers"]
     kinds = [

@@ -1,8 +1,12 @@
-"""What shrink.py cannot tell from an attribute's name, by type.
+"""The changes of default configs that shrink.py cannot derive from the names of attributes.
 
-Keys are attributes (or sub-configs, with attributes of their own); "_birth" is what the default
-config is made with, "_drop" names values that the config computes, "_layers" the layers that stay,
-"_wide" gives embeddings large values (where they are normalised, small ones all look the same).
+HINTS maps a type to a dict of these changes. A key is the name of an attribute or of a sub-config,
+or one of these names:
+
+- "_drop": attributes that the config class computes from other attributes.
+- "_layers": the indices of the layers that the tiny model keeps.
+- "_wide": whether the embeddings get large values. Models that normalise embeddings need large
+  values, because small embeddings would become too similar.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Speculative decoding with a draft model: the answers are those of the model alone."""
+"""Tests that a draft model for speculative decoding does not change the answers of the model."""
 
 import dataclasses
 from collections import Counter
@@ -30,7 +30,10 @@ NAMES = ["llama", "qwen3", "gpt2"]
 
 
 def save_noisy(name, folder, noise: float):
-    """Save a checkpoint whose weights differ from those of a tiny model by random numbers."""
+    """Save a tiny model with random numbers added to its weights.
+
+    The standard deviation of these numbers is `noise` times the standard deviation of a weight.
+    """
     model = BY_NAME[name].make()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -44,7 +47,11 @@ def save_noisy(name, folder, noise: float):
 
 @pytest.fixture(scope="module")
 def draft_of(tmp_path_factory):
-    """A function from a family's name to a draft model that often proposes wrong tokens."""
+    """A function that returns the folder of a draft model for a family.
+
+    The draft model is the tiny model of the family with noise in its weights, so that it proposes
+    many right tokens and many wrong tokens.
+    """
     folders = {}
 
     def folder_of(name):
@@ -56,10 +63,12 @@ def draft_of(tmp_path_factory):
 
 
 def greedy(engine):
+    """Return the greedy tokens of the engine for all prompts in one batch."""
     return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 
 def acceptance(engine) -> float:
+    """Return the fraction of draft tokens that the engine has accepted."""
     stats = engine.stats()
     return stats.num_accepted_tokens / stats.num_proposed_tokens
 
@@ -107,7 +116,7 @@ def test_requests_that_arrive_later_are_drafted_in_the_same_batch(checkpoint, dr
 def test_preempted_requests_are_drafted_again(checkpoint, draft_of):
     expected = reference(checkpoint("qwen3"))
     calm = open_engine(checkpoint("qwen3"))
-    # The draft model has the same shape, so it doubles the memory of each token.
+    # The draft model has the same shape as the model, so its keys and values need as much memory.
     engine = open_engine(
         checkpoint("qwen3"),
         draft_model=str(draft_of("qwen3")),
@@ -146,7 +155,10 @@ def test_sampled_tokens_are_those_of_the_model_alone(checkpoint, draft_of):
 
 @pytest.fixture(scope="module")
 def small_vocabulary(tmp_path_factory):
-    """A model with 8 tokens, and a draft model with another distribution."""
+    """The folders of a model and of a draft model that has other random weights.
+
+    The vocabulary of both models has 8 tokens.
+    """
     folders = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -198,14 +210,15 @@ def test_sampling_with_drafts_keeps_the_distribution_of_the_model(
     assert sum(probabilities.values()) == pytest.approx(1)
     expected = [num_answers * probability for probability in probabilities.values()]
     observed = [counts[answer] for answer in probabilities]
-    # Rare answers are put into one cell, as the chi-square test requires.
+    # The chi-square test requires at least about 5 expected answers in each cell. The answers that
+    # are expected less often therefore share one cell.
     rare = [index for index, count in enumerate(expected) if count < 5]
     for values in (expected, observed):
         values.append(sum(values[index] for index in rare))
         for index in reversed(rare):
             del values[index]
     assert chisquare(observed, expected).pvalue > 1e-4
-    # The test can fail: the draft model's own distribution would be detected.
+    # If the answers had the distribution of the draft model, the test would fail.
     if source == "draft":
         wrong = answer_probabilities(draft, prompt)
         table = [observed, [num_answers * p for i, p in enumerate(wrong.values()) if i not in rare]]
@@ -215,7 +228,7 @@ def test_sampling_with_drafts_keeps_the_distribution_of_the_model(
 
 @torch.inference_mode()
 def answer_probabilities(folder, prompt) -> dict[tuple[int, ...], float]:
-    """Return the probability of each answer with three tokens."""
+    """Return the probability of each answer with three tokens, computed with transformers."""
     model = load_float32(folder)
     answers = [(a, b, c) for a in range(8) for b in range(8) for c in range(8)]
     ids = torch.tensor([[*prompt, *answer] for answer in answers])

@@ -1,6 +1,7 @@
-"""The engine's greedy tokens equal those of transformers, for some architectures of each path.
+"""Tests that the engine and transformers generate equal greedy tokens.
 
-tests/backend/archs.py compares all architectures.
+These tests compare some architectures for each forward path. tests/backend/archs.py compares all
+architectures.
 """
 
 import dataclasses
@@ -11,49 +12,53 @@ from backend.exactness import PARAMS, PROMPTS, SITUATIONS, open_engine, referenc
 
 from backend import shrink
 
-# The architectures by forward path. The first architecture of each path runs in every situation.
+# The architectures for each forward path. The comments name the special features of an
+# architecture. The first architecture of each forward path runs in every situation.
 TYPES = {
     "packed": [
-        "gpt_oss",  # windows, sinks, experts
+        "gpt_oss",  # attention windows, attention sinks and experts
         "llama",
-        "gemma2",  # windows, softcap
+        "gemma2",  # attention windows and a soft cap of the logits
         "llama4_text",  # chunked attention
         "deepseek_v3",  # keys and values of different sizes
         "gemma4_text",  # layers of different shapes
-        "gpt2",  # learned positions
-        "bart",  # positions from the length of the cache
+        "gpt2",  # learned position embeddings
+        "bart",  # computes positions from the length of the cache
     ],
     "rows": [
         "qwen3_next",
-        "mamba",  # no attention, and prompts are computed whole
-        "inkling_text",  # the model's own attention beside the states
-        "qwen4_exp_text",  # states and a sparse indexer
-        "zamba2",  # state and attention in one layer, one pass differs from single tokens
+        "mamba",  # has no attention, and cannot divide a prompt into chunks
+        "inkling_text",  # has recurrent states, and computes attention with its own code
+        "qwen4_exp_text",  # has recurrent states and a sparse indexer
+        # A layer has a recurrent state and attention. The state of several tokens at once differs
+        # slightly from the state of single tokens.
+        "zamba2",
     ],
     "padded": [
-        "bloom",  # positions from the mask
-        "deepseek_v32",  # a sparse indexer
-        "mvp",  # positions from the length of the cache
+        "bloom",  # computes positions from the attention mask
+        "deepseek_v32",  # has a sparse indexer
+        "mvp",  # computes positions from the length of the cache
     ],
     "single": [
-        "xlnet",  # relative positions
-        "rwkv",  # a state with a name of its own
-        "openai-gpt",  # no cache
-        "reformer",  # buckets of hashes
+        "xlnet",  # has relative positions
+        "rwkv",  # passes its state in an argument with an unusual name
+        "openai-gpt",  # has no cache
+        "reformer",  # attention uses hash buckets
     ],
 }
 MODELS = [(path, name) for path, names in TYPES.items() for name in names]
-# Architectures that are not the first of their path run only in these situations, which include
-# chunked prompts, batches of different lengths, preemption and the native kernels. The other
-# combinations are marked `long`.
+# By default, the second and later architectures of each forward path run only in these two
+# situations. They cover chunked prompts, sequences of different lengths in a batch, preemption and
+# the native kernels. The combinations with other situations are marked `long`.
 _USUAL_SITUATIONS = ("mixed", "preempted")
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """A function from an architecture to its tiny checkpoint and the answers of transformers.
+    """A function that returns the tiny checkpoint of an architecture and the expected answers.
 
-    These answers take half of the time of a test. Each checkpoint has four tests or more.
+    transformers generates the expected answers. This takes half of the time of a test, so the
+    function computes them only once for each architecture.
     """
 
     @functools.cache
@@ -66,14 +71,17 @@ def references(tmp_path_factory):
 
 @pytest.fixture
 def model(request, references):
-    """The folder of a tiny checkpoint, its forward path, and the answers of transformers."""
+    """The folder of a tiny checkpoint, its forward path, and the answers from transformers."""
     path, name = request.param
     folder, expected = references(name)
     return folder, path, expected
 
 
 def cases(values, usual):
-    """Return all pairs of model and value. Pairs that are not usual are marked `long`."""
+    """Return test parameters for all pairs of a model and one of `values`.
+
+    A pair is marked `long`, unless its value is in `usual` or its model is the first of its path.
+    """
     return [
         pytest.param(
             (path, name),
@@ -94,8 +102,8 @@ def test_greedy_tokens_equal_those_of_transformers(model, situation):
     folder, path, expected = model
     settings, run = SITUATIONS[situation]
     engine = open_engine(folder, **settings)
-    # With a small max_model_len, a model with a sparse indexer uses a better path, because the
-    # indexer then selects all tokens.
+    # With a small `max_model_len`, a sparse indexer selects all tokens. The engine then chooses a
+    # faster forward path.
     assert engine.info.path == path or "max_model_len" in settings
     assert run(engine) == expected
     engine.close()

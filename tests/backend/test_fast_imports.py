@@ -1,4 +1,4 @@
-"""The cached index of transformers' models equals the one that transformers computes."""
+"""Tests that the cached index of the models in transformers equals the index of transformers."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from nereid_backend import fast_imports
 
-# Prints whether the stored index is the one that transformers computes, and the name of a class.
+# Prints whether the cached index equals the index that transformers computes, and a class.
 PROGRAM = """
 from nereid_backend.fast_imports import use_cached_index
 use_cached_index()
@@ -35,12 +35,13 @@ INDEX = {"qwen3": {frozenset({"torch"}): {"modeling_qwen3": {"Qwen3Model"}}}}
 
 @pytest.fixture
 def calls():
+    """The paths for which the index was computed."""
     return []
 
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch, calls):
-    """The function with a cache, for a package with the index INDEX; `calls` lists computations."""
+    """A function that returns the cached index of a package whose index is `INDEX`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "package" / "models").mkdir(parents=True)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-# Creates tensors of different sizes, and frees every second one. Prints the memory that the process
-# uses in addition, in MiB.
+# Creates tensors of different sizes and frees every second tensor. Prints how much more memory the
+# process uses than before, in MiB.
 _PROGRAM = """
 import re, sys, torch
 from nereid_backend.freed_memory import FreedMemory
@@ -40,8 +40,9 @@ def test_freed_memory_is_returned():
     assert int(found[1]) < 110
 
 
-# Reads a mapped tensor of 64 MiB, and discards its pages. Prints the mapped memory in MiB after the
-# reading and after the discarding, and whether the values are correct.
+# Reads a memory-mapped tensor of 64 MiB and discards its pages. Prints the size of the mapped pages
+# in memory, in MiB, after it read the tensor and after it discarded the pages. Then prints whether
+# the values are correct.
 _MAPPED_PROGRAM = """
 import re, sys, torch
 from safetensors import safe_open

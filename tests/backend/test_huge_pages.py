@@ -10,7 +10,11 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """Weights that are shared, parts of others, transposed, small, or made for inference."""
+    """A model with the kinds of weights that are difficult to move.
+
+    A weight is shared by two layers, a buffer is a part of another buffer, a parameter is
+    transposed, a layer is small, and a buffer was created in inference mode.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,17 +22,17 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(300, 128)
         self.output = nn.Linear(128, 300, bias=False)
         self.output.weight = self.embedding.weight
-        self.turned = nn.Parameter(torch.randn(128, 300).t(), requires_grad=False)
+        self.transposed = nn.Parameter(torch.randn(128, 300).t(), requires_grad=False)
         self.small = nn.Linear(4, 4)
         with torch.inference_mode():
             self.register_buffer("whole", torch.randn(5, 80, 101).bfloat16(), persistent=False)
         self.register_buffer("part", self.whole[2:4])
 
     def forward(self, ids):
-        return self.output(self.embedding(ids)) + self.turned.sum(-1)[:300]
+        return self.output(self.embedding(ids)) + self.transposed.sum(-1)[:300]
 
 
-def test_a_moved_model_computes_the_same_and_shares_what_it_shared():
+def test_a_moved_model_computes_equal_outputs_and_its_weights_stay_shared():
     model, ids = Model(), torch.arange(7)
     with torch.inference_mode():
         before = model(ids)
@@ -52,16 +56,16 @@ def test_a_moved_model_computes_the_same_and_shares_what_it_shared():
 def test_a_tensor_outside_the_model_keeps_its_numbers():
     model = Model()
     outside = model.embedding.weight.detach()[2:]
-    alone = model.turned.detach().clone()
+    alone = model.transposed.detach().clone()
     move_weights(model)
     assert torch.equal(outside, model.embedding.weight[2:])
-    assert torch.equal(alone, model.turned)
+    assert torch.equal(alone, model.transposed)
 
 
-def test_what_is_moved_lies_in_one_piece_of_memory_aligned_to_vectors():
+def test_moved_weights_are_in_one_storage_and_aligned_to_64_bytes():
     model = Model()
     move_weights(model)
-    moved = [model.embedding.weight, model.turned, model.whole]
+    moved = [model.embedding.weight, model.transposed, model.whole]
     assert len({tensor.untyped_storage().data_ptr() for tensor in moved}) == 1
     assert all(tensor.data_ptr() % 64 == 0 for tensor in moved)
 
@@ -71,7 +75,7 @@ def test_what_is_moved_lies_in_one_piece_of_memory_aligned_to_vectors():
     shape=st.lists(st.integers(1, 90), min_size=1, max_size=3).map(tuple),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
 )
-def test_zeros_are_zero_whatever_lay_there_before_and_aligned(shape, dtype):
+def test_zeros_are_aligned_and_zero_even_in_reused_memory(shape, dtype):
     for _ in range(2):
         found = zeros(shape, dtype)
         assert found.shape == shape
@@ -82,7 +86,7 @@ def test_zeros_are_zero_whatever_lay_there_before_and_aligned(shape, dtype):
 
 
 @pytest.mark.parametrize("lacks", ["the constant", "the kernel's support"])
-def test_where_there_are_no_huge_pages_memory_is_ordinary(monkeypatch, lacks):
+def test_without_support_for_huge_pages_zeros_returns_ordinary_memory(monkeypatch, lacks):
     if lacks == "the constant":
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     else:

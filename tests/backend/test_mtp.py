@@ -1,4 +1,4 @@
-"""Speculative decoding with MTP layers: the answers are those of the model alone."""
+"""Tests that speculative decoding with MTP layers does not change the answers of the model."""
 
 import json
 from types import SimpleNamespace
@@ -41,6 +41,7 @@ def greedy(engine):
 
 
 def acceptance(engine) -> float:
+    """Return the fraction of draft tokens that the engine has accepted."""
     stats = engine.stats()
     return stats.num_accepted_tokens / stats.num_proposed_tokens
 
@@ -56,7 +57,7 @@ def test_greedy_tokens_are_those_of_the_model_alone(folder, block_size):
 
 
 def record_proposals(engine, monkeypatch):
-    """Return a list to which the engine appends the known tokens and the draft tokens."""
+    """Return a list that collects the tokens of a sequence and its draft tokens for each draft."""
     drafter = engine._parts.scheduler.drafter
     propose = drafter.propose
     proposals = []
@@ -72,7 +73,7 @@ def record_proposals(engine, monkeypatch):
 
 @torch.inference_mode()
 def expected_draft(main_model, mtp_model, known):
-    """Return the draft token that transformers' own code generates after the known tokens."""
+    """Return the draft token that the MTP code of transformers generates after the known tokens."""
     ids = torch.tensor([known])
     hidden = main_model.model(ids[:, :-1]).last_hidden_state
     drafts, _, _ = mtp_model(
@@ -145,7 +146,7 @@ def test_sampled_tokens_are_those_of_the_model_alone(folder):
 
 
 class Decoder(torch.nn.Module):
-    """A decoder whose hidden state of a token is the token's id."""
+    """A fake decoder that returns the id of each token as the token's hidden state."""
 
     def forward(self, ids):
         return SimpleNamespace(last_hidden_state=ids[None, :, None].float())
@@ -163,7 +164,12 @@ class DecoderPath:
 
 
 def compute(hidden, *parts):
-    """Let a path compute parts of sequences, each with the index of its first token."""
+    """Compute a step in which each sequence is computed from a given token on.
+
+    Args:
+        hidden: the forward path that stores the hidden states.
+        parts: pairs of a sequence and the index of the first token to compute.
+    """
     chunks = []
     for sequence, start in parts:
         num_tokens = len(sequence.token_ids) - start
@@ -172,6 +178,7 @@ def compute(hidden, *parts):
 
 
 def taken(hidden, sequence, start, count):
+    """Return the stored hidden states of `count` tokens from `start` on. A missing state is 0."""
     rows = torch.zeros(count, 1)
     hidden.take(sequence, start, into=rows)
     return rows.flatten().tolist()

@@ -1,8 +1,9 @@
-"""What begins a step on a GPU neither reads from it nor waits for it.
+"""Tests that the code that starts a step on a GPU never waits for the GPU.
 
-The meta device stands for a GPU: it computes shapes and no numbers, so that nothing can be read
-from it. What is copied to it is watched: on a GPU the host waits for all that was queued before,
-unless the copy comes from pinned memory, which is what `transfer` is for.
+The CPU waits if it reads a number from the GPU, or if it copies memory that is not pinned to the
+GPU. In these tests, torch's meta device replaces the GPU. The meta device computes only shapes, so
+that reading a number from it raises an error. A `Watch` records the copies to the meta device. The
+module `device_transfer` copies from pinned memory, so its copies do not wait.
 """
 
 import random
@@ -32,7 +33,14 @@ BLOCK = 4
 
 
 class Watch(TorchDispatchMode):
-    """Notes what goes to the device past `transfer`."""
+    """A context manager that records the copies from the CPU to the device.
+
+    Attributes:
+        num_copies: the number of copies.
+        waited: the names of the operators for which the CPU would wait. These are the copies
+            outside the module `device_transfer` and the tensors that torch creates on the device
+            from numbers of Python.
+    """
 
     def __init__(self):
         super().__init__()
@@ -49,13 +57,14 @@ class Watch(TorchDispatchMode):
             self.num_copies += 1
             if not _is_inside(device_transfer.__file__):
                 self.waited.append(name)
-        # What torch.tensor and new_tensor end with.
+        # torch.tensor and new_tensor call one of these operators at their end.
         if goes_there and name in ("aten::detach_", "aten::lift_fresh"):
             self.waited.append(name)
         return result
 
 
 def _is_inside(file):
+    """Return whether a function in `file` is on the call stack."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == file:
@@ -65,7 +74,10 @@ def _is_inside(file):
 
 
 class MetaPath:
-    """Builds the batch of each step as the path `packed` does. Its logits contain no numbers."""
+    """A fake forward path that builds batches as the path `packed` does.
+
+    The logits are a tensor on the meta device, which has a shape but no numbers.
+    """
 
     def __init__(self, vocab_size, dtype):
         self.vocab_size, self.dtype = vocab_size, dtype
@@ -82,7 +94,7 @@ class MetaPath:
         raise AssertionError("a step failed")
 
 
-WISHES = [
+REQUEST_SETTINGS = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 4},
     {},
@@ -99,14 +111,18 @@ WISHES = [
 ]
 
 
-def start_requests(logits_params, lengths):
-    """A scheduler whose requests all run, and the plan of the step in which they begin."""
+def start_requests(all_settings, lengths):
+    """Return a scheduler with a new request for each item of `all_settings`.
+
+    A request has a prompt of random tokens. `lengths` contains the lengths of the prompts. If the
+    settings contain "guide", the request has a guide, which restricts the tokens as a grammar does.
+    """
     scheduler = Scheduler(
         BlockPool(4000), block_size=BLOCK, max_num_seqs=32, max_num_batched_tokens=5000
     )
     rng = random.Random(0)
-    for number, (wish, length) in enumerate(zip(logits_params, lengths, strict=True)):
-        settings = dict(wish)
+    for number, (request_settings, length) in enumerate(zip(all_settings, lengths, strict=True)):
+        settings = dict(request_settings)
         has_guide = settings.pop("guide", False)
         prompt = [rng.randrange(40) for _ in range(length)]
         sequence = Sequence(str(number), prompt, SamplingParams(**settings), max_total_tokens=4000)
@@ -117,37 +133,38 @@ def start_requests(logits_params, lengths):
 
 @pytest.mark.parametrize("vocab_size", [45, 40_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_begun_without_waiting_for_the_device(vocab_size, dtype):
-    # Lengths so different that decodes are cut into groups.
-    lengths = [3 if number % 3 else 700 for number in range(len(WISHES))]
-    scheduler = start_requests(WISHES, lengths)
+def test_a_step_starts_without_waiting_for_the_device(vocab_size, dtype):
+    # The lengths differ so much that the attention code divides the sequences with one new token
+    # into groups.
+    lengths = [3 if number % 3 else 700 for number in range(len(REQUEST_SETTINGS))]
+    scheduler = start_requests(REQUEST_SETTINGS, lengths)
     runner = Runner(MetaPath(vocab_size, dtype))
     first = scheduler.plan()
     with Watch() as watch:
         flight = runner.start(first)
         runner.sample(flight, first)
         second = scheduler.plan_ahead(first)
-        assert len(second.pending) == len(WISHES) == len(second.chunks)
+        assert len(second.pending) == len(REQUEST_SETTINGS) == len(second.chunks)
         ahead = runner.start(second, flight)
     assert watch.waited == []
     assert watch.num_copies > 0
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         flight.pending.result()
-    # The other requests' kinds go through the sampler alone, too.
-    for index, wish in enumerate(WISHES):
-        scheduler = start_requests([wish], [lengths[index]])
+    # With a single request, the sampler runs only the code for the settings of this request.
+    for index, request_settings in enumerate(REQUEST_SETTINGS):
+        scheduler = start_requests([request_settings], [lengths[index]])
         runner = Runner(MetaPath(vocab_size, dtype))
         plan = scheduler.plan()
         with Watch() as watch:
             flight = runner.start(plan)
             runner.sample(flight, plan)
             ahead = runner.start(scheduler.plan_ahead(plan), flight)
-        assert watch.waited == [], wish
+        assert watch.waited == [], request_settings
         assert ahead.plan.pending
 
 
-def test_a_greedy_step_is_one_upload_and_one_wait(monkeypatch):
-    """The step of a GPU, from the plan to the tokens."""
+def test_a_greedy_step_copies_once_and_waits_once(monkeypatch):
+    """A complete step, from the plan to the sampled tokens, copies once and waits once."""
     waits = []
     monkeypatch.setattr(device_transfer.HostCopy, "wait", lambda self: waits.append(self._tensors))
     scheduler = start_requests([{"temperature": 0.0}] * 4, [3, 700, 3, 1])
@@ -163,15 +180,15 @@ def test_a_greedy_step_is_one_upload_and_one_wait(monkeypatch):
     assert len(waits) == 1
 
 
-def test_the_watch_sees_what_would_wait():
-    for work in (
+def test_the_watch_records_copies_that_would_wait():
+    for copy in (
         lambda: torch.tensor([1, 2], device=DEVICE),
         lambda: torch.from_numpy(np.zeros(3)).to(DEVICE),
         lambda: torch.empty(2, device=DEVICE).new_tensor(1.0),
         lambda: torch.empty(2, device=DEVICE).copy_(torch.zeros(2)),
     ):
         with torch.inference_mode(), Watch() as watch:
-            work()
+            copy()
         assert len(watch.waited) == 1
     for read in (
         lambda tensor: tensor.nonzero(),
@@ -184,11 +201,11 @@ def test_the_watch_sees_what_would_wait():
             read(torch.empty(4, device=DEVICE))
 
 
-def test_arrays_lie_in_one_aligned_buffer_and_come_back_in_their_shapes():
+def test_packed_arrays_are_aligned_and_keep_their_shapes():
     rng = np.random.default_rng(0)
     shapes = [(3,), (1, 7), (0,), (2, 0), (8,), (5, 9), (1,)]
     arrays = [rng.integers(0, 99, shape) for shape in shapes]
-    # Also those that are not contiguous.
+    # This array is not contiguous.
     arrays.append(rng.integers(0, 99, (6, 2)).T)
     packed = device_transfer.pack(arrays)
     parts = device_transfer.unpack(packed, arrays)
@@ -219,8 +236,11 @@ SPECS = [
 
 
 @pytest.mark.parametrize("lengths", [[1] * 5, [1, 700, 1, 9, 30], [40, 900]])
-def test_a_step_and_the_attention_of_all_its_layers_are_one_upload(lengths, monkeypatch):
-    """The launches of the kernels are left out, and what they get is checked."""
+def test_the_inputs_of_a_step_and_of_its_attention_layers_are_one_copy(lengths, monkeypatch):
+    """A step copies its inputs and the inputs of all attention layers to the GPU in one copy.
+
+    Functions that record calls replace the kernels, because kernels cannot run on the meta device.
+    """
     cache = GpuKVCache(SPECS, num_blocks=400, block_size=BLOCK, dtype=torch.bfloat16, device=DEVICE)
     builder = BatchBuilder(
         max_num_seqs=32,
@@ -237,7 +257,8 @@ def test_a_step_and_the_attention_of_all_its_layers_are_one_upload(lengths, monk
     monkeypatch.setattr(gpu_attention, "store", lambda *_: None)
     monkeypatch.setattr(gpu_attention, "decode", lambda *args: launched.append(args[2].count))
     monkeypatch.setattr(gpu_attention, "prefill", prefill)
-    # Chunks of one token are decodes. Their sequences have some tokens already.
+    # Chunks of one token belong to sequences in the decode phase. The KV cache already contains the
+    # earlier tokens of these sequences.
     chunks = []
     for row, length in enumerate(lengths):
         start = 600 * row if length == 1 else 0

@@ -1,4 +1,8 @@
-"""Models with a recurrent state continue from snapshots, and the answers stay the same."""
+"""Tests of the prefix cache for models with a recurrent state.
+
+The engine stores snapshots of the state. A request whose prompt begins with cached tokens continues
+from a snapshot. Its answer must equal the answer without the prefix cache.
+"""
 
 import dataclasses
 import random
@@ -29,8 +33,9 @@ CACHED = [
     "qwen4_exp_text",
     "zaya",
 ]
-# These models compute a state token by token differently than in one pass, or cannot continue a
-# state by several tokens.
+# The engine cannot use snapshots for these models. The state after several single tokens differs
+# from the state after the same tokens in one pass, or the model cannot continue a state with
+# several tokens at once.
 NOT_CACHED = ["falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba", "zamba2"]
 _USUAL = ("qwen3_next", "inkling_text", "mamba2", "nemotron_h")
 
@@ -54,7 +59,11 @@ def answers_of(output):
 
 
 def compare_turns(folder, rng, num_turns=3, **settings):
-    """Run a chat with and without the prefix cache, and return the numbers of cached tokens."""
+    """Run a chat with and without the prefix cache, and compare the answers.
+
+    Returns:
+        The number of tokens that each turn found in the prefix cache.
+    """
     cached = open_engine(folder, **settings)
     uncached = open_engine(folder, enable_prefix_caching=False, **settings)
     prompt = random_tokens(rng, 70)
@@ -74,7 +83,8 @@ def compare_turns(folder, rng, num_turns=3, **settings):
 @pytest.mark.parametrize("model_type", cases(CACHED))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_next_turn_of_a_chat_continues_from_the_end_of_the_answer(saved, model_type):
-    # After the first turn, 85 tokens have a state: the prompt of 70 and 15 of the answer.
+    # After the first turn, the engine has computed 85 tokens: 70 tokens of the prompt and 15 tokens
+    # of the answer. With blocks of 4 tokens, 84 of these tokens are in full blocks.
     hits = compare_turns(saved(model_type), random.Random(1))
     assert hits == [0, 84, 104]
 
@@ -116,7 +126,8 @@ def test_the_sequences_of_a_request_share_the_computed_prompt(engine):
     prompt = random_tokens(random.Random(4), 70)
     output = answer(engine, prompt, n=3)
     assert len({tuple(tokens) for tokens in answers_of(output)}) == 1
-    # Only the first sequence is counted as a query of the prefix cache, and it found nothing.
+    # The engine counts only the first sequence as a query of the prefix cache. This sequence found
+    # no tokens there.
     assert output.num_cached_tokens == engine.stats().num_prefix_cache_hits == 0
 
 
@@ -138,7 +149,7 @@ def test_snapshots_never_need_more_memory_than_the_plan_gives_them(saved):
     rng = random.Random(5)
     for _ in range(12):
         answer(engine, random_tokens(rng, 40))
-        # The snapshots that were deleted last are deleted from the path in the next step.
+        # The forward path deletes a snapshot only in the step after the scheduler has deleted it.
         num_stored = len(path._snapshots) - len(snapshots._deleted)
         assert num_stored == len(snapshots) < snapshots._num_states < 16
     engine.close()

@@ -34,25 +34,30 @@ def make_sequence(prompt=(1, 2, 3), row=0, seed=0, guide=False, **params):
     return sequence
 
 
-def chunk_of(sequence, *, start=None, end=None, is_first=False, guesses=()):
-    """A chunk up to the last known token, or up to end, with guesses behind it."""
-    sequence.draft_token_ids = list(guesses)
+def chunk_of(sequence, *, start=None, end=None, is_first=False, drafts=()):
+    """Return a chunk of a sequence that ends with the draft tokens `drafts`.
+
+    The chunk contains the tokens from `start` to `end`. By default, `start` is the first token that
+    is not computed yet, and `end` is the end of the known tokens. A chunk with an explicit `end`
+    does not sample a token.
+    """
+    sequence.draft_token_ids = list(drafts)
     known = len(sequence.token_ids)
     start = sequence.num_computed_tokens if start is None else start
     samples = end is None
-    count = (known if samples else end) - start + len(guesses)
-    return Chunk(sequence, start, count, samples, is_first, (1 + len(guesses)) if samples else 0)
+    count = (known if samples else end) - start + len(drafts)
+    return Chunk(sequence, start, count, samples, is_first, (1 + len(drafts)) if samples else 0)
 
 
 def run(runner, *chunks):
-    """One step, taken in as the scheduler does."""
+    """Run one step, and append the sampled tokens to the sequences, as the scheduler does."""
     result = runner.run(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
     for chunk, sampled in zip((c for c in chunks if c.samples), result.sampled, strict=True):
         assert len(sampled.token_ids) == len(sampled.logprobs)
         if sampled.error is None and sampled.token_ids[-1] not in chunk.sequence.stop_token_ids:
-            # Something is left to compute in the next step.
-            guesses = chunk.sequence.draft_token_ids
-            assert sampled.token_ids != guesses[: len(sampled.token_ids)]
+            # The last sampled token is never a draft token, so the next step has to compute it.
+            drafts = chunk.sequence.draft_token_ids
+            assert sampled.token_ids != drafts[: len(sampled.token_ids)]
         chunk.sequence.num_computed_tokens = len(chunk.sequence.token_ids)
         chunk.sequence.token_ids += sampled.token_ids
     return result
@@ -63,7 +68,7 @@ def output_of(sequence):
 
 
 def answer_alone(sequence, num_tokens):
-    """A request's tokens when it has a runner for itself, one token a step."""
+    """Return the tokens of a request that runs alone and without drafts."""
     runner = Runner(HashedPath(VOCAB))
     while len(output_of(sequence)) < num_tokens and EOS not in output_of(sequence):
         run(runner, chunk_of(sequence))
@@ -84,7 +89,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_request_gets_the_same_tokens_whatever_companions_chunks_rows_and_guesses(seed):
+def test_the_tokens_of_a_request_do_not_depend_on_other_requests_chunks_rows_or_drafts(seed):
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))] for _ in SETTINGS]
     numbers = range(len(SETTINGS))
@@ -96,9 +101,9 @@ def test_a_request_gets_the_same_tokens_whatever_companions_chunks_rows_and_gues
     while active := [r for r in sequences if len(output_of(r)) < 30 and EOS not in output_of(r)]:
         chunks = []
         for sequence in rng.sample(active, rng.randrange(1, len(active) + 1)):
-            chunk, guesses = _random_chunk(sequence, expected[sequences.index(sequence)], rng)
+            chunk, drafts = _random_chunk(sequence, expected[sequences.index(sequence)], rng)
             chunks.append(chunk)
-            num_right += len(guesses)
+            num_right += len(drafts)
         if rng.random() < 0.1:
             rows = rng.sample(range(20), len(sequences))
             for sequence, row in zip(sequences, rows, strict=True):
@@ -109,40 +114,45 @@ def test_a_request_gets_the_same_tokens_whatever_companions_chunks_rows_and_gues
 
 
 def _random_chunk(sequence, answer, rng):
-    """A part of what is to compute, or all of it and some guesses, right ones and wrong ones."""
+    """Return a random chunk of a sequence, and the chunk's draft tokens.
+
+    The chunk contains a part of the tokens that are not computed yet, or all of these tokens and up
+    to four draft tokens. The draft tokens come from `answer`, the expected tokens of the sequence.
+    In about half of the drafts, one token is replaced by a random token.
+    """
     start, known = sequence.num_computed_tokens, len(sequence.token_ids)
     if known - start > 1 and rng.random() < 0.3:
         chunk = chunk_of(sequence, end=rng.randrange(start + 1, known))
         sequence.num_computed_tokens += chunk.num_tokens
         return chunk, []
     coming = answer[len(output_of(sequence)) :]
-    guesses = coming[: rng.randrange(5)]
-    if guesses and rng.random() < 0.5:
-        guesses[rng.randrange(len(guesses))] = rng.randrange(VOCAB)
-    return chunk_of(sequence, guesses=guesses), guesses
+    drafts = coming[: rng.randrange(5)]
+    if drafts and rng.random() < 0.5:
+        drafts[rng.randrange(len(drafts))] = rng.randrange(VOCAB)
+    return chunk_of(sequence, drafts=drafts), drafts
 
 
-def test_right_guesses_are_kept_and_the_first_wrong_one_is_replaced():
+def test_right_drafts_are_kept_and_the_first_wrong_one_is_replaced():
     answer = answer_alone(make_sequence(temperature=0.0), 6)
     wrong = (answer[2] + 1) % VOCAB
-    for guesses, kept in ((answer[:4], 5), ([*answer[:2], wrong, answer[3]], 3), ([wrong], 1)):
+    for drafts, kept in ((answer[:4], 5), ([*answer[:2], wrong, answer[3]], 3), ([wrong], 1)):
         sequence = make_sequence(temperature=0.0)
-        run(Runner(HashedPath(VOCAB)), chunk_of(sequence, guesses=guesses))
+        run(Runner(HashedPath(VOCAB)), chunk_of(sequence, drafts=drafts))
         assert output_of(sequence) == answer[:kept]
 
 
-def test_guesses_leave_the_distribution_as_it_is():
-    """First and second token over many seeds, against their exact probabilities."""
+def test_drafts_do_not_change_the_distribution():
+    """The frequencies of the first two tokens over 6000 seeds fit the exact probabilities."""
     vocab_size, count = 6, 6000
     path = HashedPath(vocab_size, spread=1.0)
     params = {"temperature": 1.2, "top_p": 0.9, "frequency_penalty": 0.4}
     sequences = [make_sequence((1, 2), row=i, seed=7 * i, **params) for i in range(count)]
     first = int(path.logits_after([1, 2]).argmax())
-    guesses = [first, int(path.logits_after([1, 2, first]).argmax())]
-    run(Runner(path), *(chunk_of(sequence, guesses=guesses) for sequence in sequences))
+    drafts = [first, int(path.logits_after([1, 2, first]).argmax())]
+    run(Runner(path), *(chunk_of(sequence, drafts=drafts) for sequence in sequences))
     lengths = [len(output_of(sequence)) for sequence in sequences]
     assert all(lengths.count(length) > 100 for length in (1, 2, 3))
-    for sequence in sequences:  # those whose first guess was wrong have one token so far
+    for sequence in sequences:
         sequence.draft_token_ids = []
     runner = Runner(path)
     short = [sequence for sequence in sequences if len(output_of(sequence)) == 1]
@@ -174,16 +184,17 @@ def _exact(logits, output, *, temperature, top_p, frequency_penalty):
     return (probs / probs.sum()).numpy()
 
 
-def test_a_stop_token_among_right_guesses_ends_the_answer_there():
+def test_a_stop_token_among_right_drafts_ends_the_answer_there():
     sequence = make_sequence(temperature=0.0, logit_bias={EOS: 100})
-    run(Runner(HashedPath(VOCAB)), chunk_of(sequence, guesses=[EOS, EOS]))
+    run(Runner(HashedPath(VOCAB)), chunk_of(sequence, drafts=[EOS, EOS]))
     assert output_of(sequence) == [EOS]
 
 
-def test_a_guide_limits_every_token_and_learns_what_was_chosen():
+def test_a_guide_restricts_every_token_and_accepts_the_chosen_tokens():
     sequence = make_sequence(guide=True, seed=3)
     answer = answer_alone(sequence, 200)
-    ModularGuide(VOCAB, tuple(t for t in answer if t != EOS))  # raises where one was not allowed
+    # The constructor raises an error if a token of the answer was not allowed.
+    ModularGuide(VOCAB, tuple(t for t in answer if t != EOS))
     assert sequence.guide.accepted[: len(answer) - 1] == answer[:-1]
     assert answer != answer_alone(make_sequence(seed=3), 200)
 
@@ -196,12 +207,12 @@ def test_forced_tokens_come_with_the_token_that_forces_them():
     assert sequence.guide.accepted == [14, 8, 9, 10]
 
 
-def test_guesses_behind_what_is_forced_are_kept_too():
+def test_drafts_after_forced_tokens_are_kept_too():
     answer = answer_alone(make_sequence(temperature=0.0, guide=True, logit_bias={14: 100}), 6)
     assert answer[:5] == [14, 8, 9, 10, 14]
     for count in range(1, 6):
         sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100})
-        run(Runner(HashedPath(VOCAB)), chunk_of(sequence, guesses=answer[:count]))
+        run(Runner(HashedPath(VOCAB)), chunk_of(sequence, drafts=answer[:count]))
         assert output_of(sequence) == ([14, 8, 9, 10] * 2 if count >= 4 else [14, 8, 9, 10])
 
 
@@ -209,7 +220,7 @@ def test_guesses_behind_what_is_forced_are_kept_too():
     "params",
     [{"logprobs": 0}, {"allowed_token_ids": [8, 9, 10, 14]}, {"bad_words_token_ids": [[9, 9]]}],
 )
-def test_tokens_are_not_forced_where_the_model_must_be_asked(params):
+def test_tokens_are_not_forced_if_other_parameters_need_the_logits(params):
     sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100}, **params)
     runner = Runner(HashedPath(VOCAB))
     for length in range(1, 5):
@@ -245,6 +256,8 @@ def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_b
 
 
 class BrokenGuide(ModularGuide):
+    """A guide whose method with the name `where` raises an error."""
+
     def __init__(self, where):
         super().__init__(VOCAB)
         self.where = where
@@ -273,7 +286,7 @@ def test_a_guide_that_fails_ends_its_own_request_only(where):
 
 
 class BlindGuide(ModularGuide):
-    """Allows everything in its masks, but not when it is told."""
+    """A guide whose masks allow all tokens, but which then accepts no token."""
 
     def fill(self, row):
         return False
@@ -297,7 +310,7 @@ def test_masks_are_filled_while_the_model_computes():
             assert mask_filled.wait(60)
             return super().forward(plan)
 
-    class Told(ModularGuide):
+    class SignallingGuide(ModularGuide):
         def fill(self, row):
             assert model_started.wait(60)
             mask_filled.set()
@@ -305,14 +318,16 @@ def test_masks_are_filled_while_the_model_computes():
 
     mask_filled.set()
     runner = Runner(Waiting(VOCAB))
-    run(runner, chunk_of(make_sequence()))  # the first step tells the vocabulary's size
+    # The runner learns the size of the vocabulary in the first step. Only later steps can fill
+    # masks while the model computes.
+    run(runner, chunk_of(make_sequence()))
     model_started.clear()
     mask_filled.clear()
-    result = run(runner, chunk_of(make_sequence(guide=Told(VOCAB))))
+    result = run(runner, chunk_of(make_sequence(guide=SignallingGuide(VOCAB))))
     assert result.sampled[0].error is None
 
 
-def test_a_failed_step_waits_for_its_masks_and_clears_all_it_has_touched():
+def test_a_failed_step_waits_for_its_masks_and_clears_its_sequences():
     class Failing(HashedPath):
         def forward(self, plan, sampled=None):
             raise RuntimeError("out of memory")
@@ -333,7 +348,7 @@ def test_a_failed_step_waits_for_its_masks_and_clears_all_it_has_touched():
     assert runner._path.cleared == [sequence]
 
 
-def test_many_guides_are_asked_by_several_threads_and_each_gets_its_own_mask():
+def test_several_threads_fill_the_masks_of_many_guides():
     sequences = [
         make_sequence((i % VOCAB,), row=i, guide=ModularGuide(VOCAB, (i % VOCAB,)))
         for i in range(1, 60)
@@ -343,7 +358,7 @@ def test_many_guides_are_asked_by_several_threads_and_each_gets_its_own_mask():
     assert all(sampled.error is None for sampled in result.sampled)
 
 
-def test_logits_that_are_not_finite_clear_what_the_model_remembers_of_that_request_only():
+def test_logits_that_are_not_finite_clear_the_state_of_only_their_own_request():
     path = HashedPath(VOCAB, broken_after=9)
     broken, sound = make_sequence((9,), row=0), make_sequence((8,), row=1)
     result = run(Runner(path), chunk_of(broken), chunk_of(sound))
@@ -352,16 +367,16 @@ def test_logits_that_are_not_finite_clear_what_the_model_remembers_of_that_reque
     assert path.cleared == [broken]
 
 
-def test_logits_that_are_not_finite_behind_a_wrong_guess_do_no_harm():
+def test_logits_that_are_not_finite_after_a_wrong_draft_are_ignored():
     sequence = make_sequence(temperature=0.0, logit_bias={9: -100})
     (sampled,) = run(
-        Runner(HashedPath(VOCAB, broken_after=9)), chunk_of(sequence, guesses=[9, 9])
+        Runner(HashedPath(VOCAB, broken_after=9)), chunk_of(sequence, drafts=[9, 9])
     ).sampled
     assert sampled.error is None
     assert len(sampled.token_ids) == 1
 
 
-def test_prompt_logprobs_come_beside_other_chunks_and_for_no_token_behind_the_prompt():
+def test_prompt_logprobs_are_computed_only_for_tokens_of_the_prompt():
     path = HashedPath(VOCAB)
     reporting = make_sequence((5, 6, 7, 8), row=0, prompt_logprobs=1, temperature=0.0)
     other = make_sequence(row=1, temperature=0.0)
@@ -384,7 +399,7 @@ def test_a_chunk_inside_a_prompt_reports_without_sampling():
     assert [top.token_ids for top in result.prompt_logprobs[0]] == [[7], [8]]
 
 
-def test_a_step_that_wants_no_logits_brings_nothing():
+def test_a_step_without_logits_returns_no_tokens_and_no_logprobs():
     sequence = make_sequence((5, 6, 7, 8))
     result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(sequence, 0, 2, False, True, 0)], 2))
     assert result.sampled == []
@@ -396,22 +411,22 @@ def test_sequences_with_different_seeds_differ():
     assert len(answers) == 8
 
 
-def test_the_seed_alone_decides_whatever_torch_has_drawn():
+def test_the_tokens_depend_on_the_seed_and_not_on_the_generator_of_torch():
     first = answer_alone(make_sequence(seed=5), 20)
     torch.manual_seed(123)
     torch.rand(7)
     assert answer_alone(make_sequence(seed=5), 20) == first
 
 
-def test_masks_that_are_quickly_filled_need_no_thread():
+def test_masks_that_are_filled_quickly_are_filled_without_a_thread():
     threads = []
 
-    class Told(ModularGuide):
+    class RecordingGuide(ModularGuide):
         def fill(self, row):
             threads.append(threading.current_thread())
             return super().fill(row)
 
-    sequence = make_sequence(guide=Told(VOCAB), bad_words_token_ids=[[EOS]])
+    sequence = make_sequence(guide=RecordingGuide(VOCAB), bad_words_token_ids=[[EOS]])
     runner = Runner(HashedPath(VOCAB))
     for _ in range(60):
         assert run(runner, chunk_of(sequence)).sampled[0].error is None

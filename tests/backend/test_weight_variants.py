@@ -1,6 +1,6 @@
-"""Rounded weights and adapters give the tokens of transformers, for some types of model.
+"""Tests that engines with rounded weights or an adapter generate the tokens of transformers.
 
-tests/backend/archs.py compares all types.
+These tests compare a few types of model. tests/backend/archs.py compares all types.
 """
 
 import pytest
@@ -8,8 +8,9 @@ from backend.weight_variants import VARIANTS
 
 from backend import shrink
 
-# In axk2, a layer expands the compressed keys and values of the whole context in every step. In
-# llama4_text, the router is a linear layer that returns two tensors.
+# The last two types have unusual linear layers. In axk2, a linear layer expands the compressed keys
+# and values of the whole context in every step. In llama4_text, the router of the experts is a
+# linear layer that returns two tensors.
 TYPES = ["llama", "axk2", "llama4_text"]
 _USUAL = [
     ("llama", "int4"),

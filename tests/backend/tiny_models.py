@@ -1,6 +1,7 @@
-"""Tiny random checkpoints of many architectures, saved and loaded as real ones are.
+"""Tiny models of many architectures with random weights.
 
-Windows are shorter than the contexts of the tests, so that a missing window shows.
+The attention windows are shorter than the contexts of the tests, so that the answers change if the
+engine ignores a window.
 """
 
 from dataclasses import dataclass, field
@@ -29,22 +30,31 @@ _SLIDING = ["sliding_attention", "full_attention"]
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture and what its tiny config says beyond the common values."""
+    """A tiny model of one architecture.
+
+    Attributes:
+        name: the name of the family in tests.
+        model_type: the `model_type` in config.json.
+        extra: the values of the config that are not in `_COMMON` or that differ from it.
+    """
 
     name: str
     model_type: str
     extra: dict = field(default_factory=dict)
 
     def make(self) -> PreTrainedModel:
+        """Return a new model. Its random weights are the same in every call."""
         torch.manual_seed(0)
         config = AutoConfig.for_model(self.model_type, **{**_COMMON, **self.extra})
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
-            # Initial weights are so small that logits tie; larger ones make tokens depend on
-            # the whole context.
+            # The default weights are so small that many logits are nearly equal. With larger
+            # weights, the next token depends on the whole context.
             for name, parameter in model.named_parameters():
                 if "embed" in name:
-                    parameter.normal_(0.0, 0.02)  # tied ones would repeat the last token
+                    # With large values, a model whose output layer shares the embedding would
+                    # always repeat the last token.
+                    parameter.normal_(0.0, 0.02)
                 elif parameter.dim() > 1 or "sinks" in name:
                     parameter.normal_(0.0, 0.25)
         model.generation_config.eos_token_id = None
@@ -52,6 +62,7 @@ class Family:
         return model.eval()
 
     def save(self, folder: Path) -> Path:
+        """Save the model as a checkpoint, and return the folder."""
         self.make().save_pretrained(folder)
         return folder
 

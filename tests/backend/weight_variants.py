@@ -1,7 +1,8 @@
-"""Compares greedy tokens with transformers for rounded weights, and for requests with an adapter.
+"""Functions that compare the greedy tokens of engines with rounded weights or an adapter.
 
-Each function takes the folder of a checkpoint, and returns the expected tokens and the tokens of
-the engine. The prompts run together, as in the situation "mixed" of backend.exactness.
+Each public function takes the folder of a checkpoint. It returns the expected tokens, which
+transformers generates, and the tokens of the engine. The prompts run together, as in the situation
+"mixed" of backend.exactness.
 """
 
 import dataclasses
@@ -28,9 +29,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-# The largest difference of two nearly equal logits, relative to the standard deviation of the
-# logits of a token. If one input of a layer is rounded to another integer, the logits change by up
-# to 0.035 of their standard deviation (measured with bart).
+# Two logits count as nearly equal if their difference is smaller than this number, multiplied by
+# the standard deviation of all logits of the token. If one input of a layer is rounded to another
+# integer, the logits change by up to 0.035 standard deviations (measured with bart).
 TIE = 0.05
 _NOISE = 1e-6
 
@@ -40,11 +41,12 @@ class NotApplicableError(Exception):
 
 
 def rounded_weights(folder: Path, bits: int) -> tuple[Answers, Answers]:
-    """Compare the engine with transformers on the dequantised weights.
+    """Compare an engine with rounded weights with transformers on the dequantised weights.
 
-    The engine computes without the kernels for integers, because they also round the inputs of the
-    layers. The model of transformers gets the dequantised weights. Its output layer gets a weight
-    of its own, because the engine stores a tied weight in the layout of the output layer.
+    The engine computes without the kernels for integers, because these kernels also round the
+    inputs of the layers. In the model of transformers, the output layer gets its own copy of the
+    weight even if it shares the weight with the embedding, because the engine stores a shared
+    weight in the layout of the output layer.
 
     Raises:
         ConfigError: if the engine cannot round the weights of the model.
@@ -60,11 +62,12 @@ def rounded_weights(folder: Path, bits: int) -> tuple[Answers, Answers]:
 
 
 def rounded_weights_and_inputs(folder: Path, bits: int) -> tuple[Answers, Answers]:
-    """Compare the engine with transformers if both compute linear layers with the CPU kernels.
+    """Compare an engine with transformers when both compute linear layers with the CPU kernels.
 
-    The kernels round the weights and the inputs of the layers. An input can be rounded to another
-    integer if the engine adds numbers in another order. The logits then change a little. Answers
-    therefore also count as equal if they differ after two tokens whose logits are nearly equal.
+    The kernels round the weights and the inputs of the layers. The engine adds numbers in another
+    order than transformers. An input can therefore be rounded to another integer, and the logits
+    then change a little. If the first two different tokens of two answers have nearly equal logits,
+    the answers count as equal.
 
     Raises:
         ConfigError: if the engine cannot round the weights of the model.
@@ -99,7 +102,10 @@ def _load_rounded(folder: Path, bits: int) -> PreTrainedModel:
 
 
 def _tokens_with_noise(model: PreTrainedModel) -> Answers:
-    """Return the greedy tokens of transformers if the embeddings change by about 1e-6 of them."""
+    """Return the greedy tokens of transformers after a tiny random change of the embeddings.
+
+    The change of a number is about one millionth of the number (`_NOISE`).
+    """
     torch.manual_seed(1)
 
     def add_noise(layer: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
@@ -135,10 +141,10 @@ def _run_rounded(folder: Path, bits: int) -> Answers:
 
 
 def with_adapter(folder: Path) -> tuple[Answers, Answers]:
-    """Compare requests with and without an adapter with the merged and the unchanged model.
+    """Compare an engine with an adapter with transformers.
 
-    The adapter changes all linear layers that the engine allows. Every second prompt selects the
-    adapter.
+    Every second prompt selects the adapter. For these prompts, transformers computes with weights
+    into which the adapter was merged. The adapter changes all linear layers that the engine allows.
 
     Raises:
         NotApplicableError: if the model has no linear layer that an adapter can change.

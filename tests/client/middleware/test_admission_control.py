@@ -1,4 +1,4 @@
-"""Limits of the frontend: the number of requests, their duration, and draining."""
+"""Tests that the frontend limits the number and the duration of requests, and of its draining."""
 
 import asyncio
 import collections
@@ -32,7 +32,7 @@ def body(text, **fields):
 
 @pytest.fixture
 async def gated(backend):
-    """A client, the gate of its application, and two running requests, which is the limit."""
+    """A client and the gate of an application in which two requests, the maximum, are running."""
     app = create_app(Settings(served_model_name="echo", max_concurrent_requests=2), lambda: backend)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
@@ -187,10 +187,11 @@ async def test_a_late_stream_nobody_reads_does_not_wait_for_its_last_word():
 
 
 class Server:
-    """A simulated server that accepts `per_second` requests per second.
+    """A simulated server that answers `per_second` requests per second and rejects the others.
 
-    Its queue has space for the requests of one second, and for three at least. Requests reach the
-    server at a rate of at most `way_per_second`, rejected ones included.
+    The queue of the server has space for the requests of one second, but for at least three
+    requests. At most `way_per_second` requests per second reach the server, including the requests
+    that the server rejects.
     """
 
     def __init__(self, per_second, way_per_second=1e9):
@@ -216,7 +217,7 @@ class Server:
 
 
 def run(server, offered, seconds):
-    """Send requests at a steady rate through a throttle. Return their number."""
+    """Send requests to a server at a steady rate through a throttle, and return their number."""
     throttle, on_their_way = Throttle(), collections.deque()
     times = [number / offered for number in range(1, int(seconds * offered))]
     for now in times:
@@ -284,7 +285,7 @@ async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(conn
         asked = [a for a in answers if "overloaded" not in a.json()["error"]["message"]]
         assert 4 <= len(asked) < 30
         assert "message: 9 requests wait; try again in 7 s" in answers[-1].text
-        # Other routes have their own throttle.
+        # Each route has its own throttle, so requests to another route are accepted.
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
         assert (await client.get("/health/ready")).status_code == 200
         clock.monotonic = lambda: next(ticks) + 0.6

@@ -1,4 +1,4 @@
-"""The limits on bodies: the time to receive one, and the size of all of them together."""
+"""Tests of the limits on the time to receive a request body and on the total size of bodies."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def call(app, messages, headers=()):
-    """Call an application with the messages of `receive`, and return the status and the error."""
+    """Call an ASGI application that receives `messages`. Return the status and error message."""
     sent = []
     waiting = iter(messages)
 

@@ -1,4 +1,4 @@
-"""API keys of several clients: the key file, its limits, and the shares of the clients."""
+"""Tests of the API keys of several clients: the key file, the limits, and the clients' shares."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ TWO = '[a]\nkey = "key-a"\n[b]\nkey = "key-b"\nweight = 3\n'
 
 @pytest.fixture
 def write(tmp_path):
-    """Return a function that writes a key file and returns its path."""
+    """A function that writes a key file and returns the path of the file."""
     path = tmp_path / "keys.toml"
     versions = iter(range(1, 100))
 

@@ -1,4 +1,4 @@
-"""The limits on the headers of a request and on unread responses, on a real socket."""
+"""Tests of the frontend's HTTP protocol class: limits on headers and unread responses."""
 
 import asyncio
 import socket
@@ -15,22 +15,22 @@ LARGE_BYTES = 30_000_000  # more than fits into the socket's buffers
 
 @pytest.fixture
 def state():
-    """The state of the server, which contains its connections."""
+    """The state object of the server, which contains the open connections."""
     return uvicorn.server.ServerState()
 
 
 @pytest.fixture
 def disconnects():
-    """A queue of the requests to /wait whose clients have disconnected."""
+    """A queue with one message for each request to `/wait` whose client has disconnected."""
     return asyncio.Queue()
 
 
 @pytest.fixture
 async def port(state, disconnects):
-    """The port of a server that answers each request with its number of headers.
+    """The port of a server that answers each request with the number of the request's headers.
 
-    The path /large has a large response. The path /echo has the body of the request as its
-    response, without a Content-Length. The path /wait has no response.
+    The server answers `/large` with a large response, and `/echo` with the body of the request and
+    without a Content-Length. The server never answers `/wait`.
     """
 
     async def app(scope, receive, send):
@@ -65,7 +65,10 @@ async def port(state, disconnects):
 
 
 async def exchange(port, *parts, pause_s=0.0):
-    """Send parts on one connection, and return what the server sends until it closes or rests."""
+    """Send parts on one connection, and return all bytes until the server closes the connection.
+
+    Raises: TimeoutError if the server does not close the connection within 5 s.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for part in parts:
         writer.write(part)
@@ -123,7 +126,7 @@ async def test_headers_without_an_end_inside_a_body_close_the_connection(port, s
 
 
 async def open_large_response(port, connection=b"keep-alive"):
-    """Return a socket on which a large response is arriving."""
+    """Request a large response, and return the socket on which the response arrives."""
     client = socket.create_connection(("127.0.0.1", port))
     client.sendall(b"GET /large HTTP/1.1\r\nhost: a\r\nconnection: " + connection + b"\r\n\r\n")
     client.setblocking(False)
@@ -131,7 +134,7 @@ async def open_large_response(port, connection=b"keep-alive"):
 
 
 async def wait_for_connections(state, number):
-    """Wait until the server has this number of connections."""
+    """Wait until the server has exactly `number` open connections."""
     async with asyncio.timeout(10):
         while len(state.connections) != number:
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""GET /metrics: what the frontend counts, and which limits it names."""
+"""Tests of the frontend's metrics page, `GET /metrics`."""
 
 import asyncio
 import http.server
@@ -36,7 +36,7 @@ nereid:request_prompt_tokens_count{model_name="llm"} 2
 
 
 async def samples_of(client):
-    """Return all samples of the page: (name, sorted labels) -> value."""
+    """Return all samples of the metrics page: (name, sorted labels) -> value."""
     page = await client.get("/metrics")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/plain")
@@ -223,12 +223,14 @@ async def test_the_first_burst_after_a_start_is_not_limited_by_the_servers_own_c
     tasks = []
     check = {"User-Agent": SUPERVISOR_USER_AGENT}
     async with connect(max_concurrent_requests=2) as client:
-        for number in (1, 2):  # a first request to the language model, and one to a pooling model
+        # `nereid serve` sends one check to the language model and one to a pooling model.
+        for number in (1, 2):
             await start(number, headers=check)
         for number in (3, 4):
             await start(number)
         assert (await client.post(CHAT, json=HELLO)).status_code == 429
-        # Any client can send this user agent, so a third check at a time is an ordinary request.
+        # Any client can send this user agent. Therefore, a third check at the same time is treated
+        # like an ordinary request.
         assert (await client.post(CHAT, json=HELLO, headers=check)).status_code == 429
         await client.post("/abort_request", json={"abort_all": True})
         assert {response.status_code for response in await asyncio.gather(*tasks)} == {499}
@@ -236,7 +238,7 @@ async def test_the_first_burst_after_a_start_is_not_limited_by_the_servers_own_c
 
 @pytest.fixture
 def server_metrics():
-    """The URL of a page with a metric of the Triton server."""
+    """The URL of a metrics page with the content `SERVER_PAGE`, as of a Triton server."""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -271,7 +273,7 @@ async def test_a_setting_gives_metrics_the_names_and_labels_of_vllm(connect, ser
     reason = ("finished_reason", "stop")
     assert samples[("vllm:request_success_total", labels[0], reason, labels[1])] == 7
     assert samples[("vllm:request_prompt_tokens_sum", *labels)] == 9
-    # vLLM has no such metric, so the name stays.
+    # vLLM has no metric with this meaning, so the metric keeps Nereid's name.
     assert samples[("nereid:num_requests",)] == 5
 
 

@@ -1,4 +1,4 @@
-"""The span of a request in the frontend, and the context that the models receive."""
+"""Tests of the frontend's tracing: the span of a request, and the context sent to the models."""
 
 import pytest
 from fakes.otlp_receiver import receive_spans
@@ -23,7 +23,7 @@ def receiver(monkeypatch):
 
 @pytest.fixture
 def seen(backend):
-    """Return the list of the contexts in which the backend was called."""
+    """A list of the `traceparent` values with which the backend was called."""
     contexts, generate = [], backend.generate
 
     def observed(generation):

@@ -1,4 +1,4 @@
-"""The checks of a request body must not take seconds, because they block all other requests."""
+"""Tests that checking a large request body is fast, because a check blocks all other requests."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Regular expressions of custom tools: accepted ones are enforced, all others are refused."""
+"""Tests that a custom tool's regular expression is either enforced or refused."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ INPUTS = ["".join(text) for size in range(4) for text in itertools.product(ALPHA
 
 
 def grammar_of(regex):
-    """Return the grammar with which the backend constrains the arguments of a custom tool."""
+    """Return the grammar that the backend uses to constrain the arguments of a custom tool."""
     tool_format = {"type": "grammar", "syntax": "regex", "definition": regex}
     function = to_function(CustomTool(name="f", format=tool_format), "tools[0]")["function"]
     node = {"type": "json_schema", "json_schema": function["parameters"]}
@@ -41,7 +41,7 @@ def test_the_whole_input_must_match(regex):
         arguments = f'{{"input": "{text}"}}'
         assert decode_input(arguments) == text
         is_match = python_regex.fullmatch(text) is not None
-        # A line break in a JSON string would not be JSON.
+        # A JSON string cannot contain a line break, so the grammar never accepts one.
         is_expected = is_match and "\n" not in text
         assert _is_grammar_accept_string(grammar, arguments) == is_expected, text
 

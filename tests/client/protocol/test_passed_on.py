@@ -1,4 +1,4 @@
-"""Fields for the backend reach it unchanged."""
+"""Tests that the frontend passes request fields to the backend unchanged."""
 
 import json
 

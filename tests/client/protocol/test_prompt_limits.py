@@ -1,4 +1,4 @@
-"""Bodies whose prompts cannot fit are refused before anything is sent to the Triton server."""
+"""Tests that the frontend refuses prompts that are too long without calling the Triton server."""
 
 import json
 import time
@@ -36,7 +36,8 @@ def limited(backend):
             None,
         ),
         ("/v1/completions", {"prompt": "a" * 5_000_000}, "prompt"),
-        # A single prompt that is larger than the limit for two prompts is not parsed at all.
+        # The frontend does not parse a prompt that is longer than two prompts of maximum length, so
+        # the error names no field.
         ("/v1/completions", {"prompt": "a" * 11_000_000}, None),
         ("/v1/completions", {"prompt": [100] * 3_000_000}, None),
         ("/v1/completions", {"prompt": ["b", "a" * 70_000]}, "prompt"),

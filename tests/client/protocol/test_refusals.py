@@ -1,4 +1,4 @@
-"""Wrong requests receive an error in OpenAI's format, and the next request succeeds."""
+"""Tests that the frontend answers wrong requests with an error in OpenAI's format."""
 
 import gzip
 import json

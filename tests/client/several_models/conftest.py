@@ -1,4 +1,4 @@
-"""The event loop of these tests."""
+"""Makes the asynchronous tests of this folder run with asyncio."""
 
 import pytest
 

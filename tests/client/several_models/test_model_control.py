@@ -1,4 +1,4 @@
-"""Models are loaded by requests, unloaded when they are idle, and never while a request runs."""
+"""Tests that requests load models, and that only models without running requests are unloaded."""
 
 import asyncio
 import random
@@ -13,7 +13,10 @@ pytestmark = pytest.mark.anyio
 
 
 class FakeRepository:
-    """A model repository that records its calls, and checks that no request loses its model."""
+    """A model repository that records all calls.
+
+    The repository checks that no model is unloaded while a request uses it.
+    """
 
     def __init__(self, loaded=()):
         self.loaded = set(loaded)
@@ -85,7 +88,7 @@ async def test_an_idle_model_is_unloaded_and_loaded_again():
 async def test_the_idle_time_begins_when_the_server_has_loaded_the_model():
     repository = FakeRepository()
     control = ModelControl([spec(idle_unload_s=1)], repository)
-    await asyncio.sleep(1.3)  # the server loads the model when it starts
+    await asyncio.sleep(1.3)  # the time in which the server starts and loads the model
     repository.loaded.add("a")
     await asyncio.sleep(0.5)
     assert repository.calls == []
@@ -126,7 +129,7 @@ async def test_a_model_that_could_not_be_unloaded_answers_requests():
     control = ModelControl([spec()], repository)
     running = asyncio.create_task(use(control, repository, 0.3))
     await asyncio.sleep(0.1)
-    with pytest.raises(TimeoutError):  # for example the header X-Request-Timeout
+    with pytest.raises(TimeoutError):  # as with a request that has the header X-Request-Timeout
         await asyncio.wait_for(control.unload(control.specs[0]), 0.05)
     await use(control, repository)
     await running
@@ -195,7 +198,7 @@ def with_budget(gibibytes, loaded=(), **sizes):
 
 
 class BudgetRepository(FakeRepository):
-    """A model repository that checks the memory of the models after each load."""
+    """A model repository that checks after each load that the loaded models fit into the budget."""
 
     def __init__(self, gibibytes, sizes, loaded):
         super().__init__(loaded)
@@ -229,13 +232,13 @@ async def test_a_model_that_the_server_has_loaded_already_counts():
 
 async def test_a_model_that_a_restarted_server_has_loaded_at_its_start_counts():
     control, repository = with_budget(4, a=2, b=2, c=2)
-    for name in "abc":  # the model a is unloaded to make room for c
+    for name in "abc":  # loading the model c unloads the model a
         await use(control, repository, name=name)
     repository.loaded = {"a", "b"}  # the server was restarted, and has loaded its first models
     with pytest.raises(BackendError):
         async with control.using("c"):
             raise BackendError("UNAVAILABLE", "unknown model")
-    await use(control, repository, name="c")  # `load_model` checks the memory
+    await use(control, repository, name="c")  # `load_model` checks that the budget is not exceeded
 
 
 async def test_a_model_with_requests_stays_and_the_other_one_is_refused_with_the_numbers():

@@ -1,4 +1,4 @@
-"""models.toml, and the model repository that is written from it."""
+"""Tests of reading the file models.toml, and of writing a model repository for its models."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def read(folder, text):
 
 
 def weights(folder, name, **tensors):
-    """Write a checkpoint with tensors of (dtype, shape)."""
+    """Write a checkpoint's header with tensors of the given (dtype, shape), and return `name`."""
     header, end = {}, 0
     for key, (dtype, shape) in tensors.items():
         size = math.prod(shape) * {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}[dtype]
@@ -65,7 +65,7 @@ def test_the_memory_of_a_model_is_its_weights_and_its_kv_cache(tmp_path):
     assert memory["draft"].weights == 2 * memory["rounded"].weights
     assert memory["gpu"] == ModelMemory(2 * (2 * 1_024_010 + 8), 200 << 20)
     assert memory["search"] == ModelMemory(4 * 1_024_010 + 8, 0)
-    # The engine must use the KV cache that the budget contains.
+    # The engine must get the size of the KV cache that was used to compute the memory of the model.
     assert models.specs[1].settings["kv_cache_memory"] == str(100 << 20)
 
 

@@ -1,4 +1,4 @@
-"""Requests to a frontend with several language models."""
+"""Tests of requests to a frontend that serves several language models."""
 
 import httpx
 import pytest
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Repository:
-    """A model repository whose models can be unloaded."""
+    """A model repository in which all models except `d` are ready."""
 
     async def unload_model(self, name):
         pass
@@ -31,7 +31,7 @@ async def fail_because_the_model_is_unknown(parameters):
 
 @pytest.fixture
 def backends():
-    """Return the backends of the models a, b, c and d. The model c has the adapter "sql"."""
+    """The backends of the models `a`, `b`, `c` and `d`. The model `c` has the adapter `sql`."""
     backends = {name: FakeBackend() for name in "abdc"}
     backends["d"].change_adapters = fail_because_the_model_is_unknown
     backends["c"].adapters["sql"] = "/sql"
@@ -40,9 +40,10 @@ def backends():
 
 @pytest.fixture
 async def client(monkeypatch, backends):
-    """Return an httpx client of a frontend with the models a, b, c and d.
+    """An httpx client of a frontend that serves the models `a`, `b`, `c` and `d`.
 
-    The model b is unloaded, and the model d was never loaded. The model c has the alias "gpt".
+    The model `b` is unloaded, and the model `d` was never loaded. The model `c` has the alias
+    `gpt`.
     """
     entry = ModelEntry(model="/")
     specs = [ModelSpec(name=name, triton_name=name, path="/", entry=entry) for name in "abdc"]

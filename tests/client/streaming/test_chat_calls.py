@@ -1,4 +1,4 @@
-"""Pieces of tool calls in chat completions: functions and custom tools."""
+"""Tests of the conversion of streamed tool calls to the format of chat completions."""
 
 import json
 

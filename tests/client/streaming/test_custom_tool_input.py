@@ -1,4 +1,4 @@
-"""The input of a custom tool is decoded from any pieces of the arguments."""
+"""Tests that the input of a custom tool is decoded from JSON arguments that arrive in pieces."""
 
 import json
 
@@ -19,7 +19,7 @@ def decode(pieces):
 
 
 def cut(text, places):
-    """Cut a text at these places, which may be larger than the text."""
+    """Cut a text at the given positions. A position beyond the end of the text wraps around."""
     ends = sorted({place % (len(text) + 1) for place in places})
     return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
@@ -37,7 +37,7 @@ def test_the_deltas_of_any_string_add_up_to_the_string(text, places, is_ascii, s
 def test_the_input_of_any_arguments_does_not_depend_on_the_cuts(arguments, places):
     text = "".join(decode(cut(arguments, places)))
     assert text == decode_input(arguments)
-    text.encode()  # no half of a surrogate pair
+    text.encode()  # raises an error if the text contains half of a surrogate pair
 
 
 @pytest.mark.parametrize(

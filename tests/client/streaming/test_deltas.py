@@ -1,4 +1,4 @@
-"""Deltas are merged, folded and interleaved."""
+"""Tests of merging deltas of one choice, folding a stream into whole choices, and interleaving."""
 
 import asyncio
 from random import Random
@@ -11,7 +11,10 @@ pytestmark = pytest.mark.anyio
 
 
 async def source(*items, log=None):
-    """Yield deltas, sleep for numbers, and raise exceptions. Log each step."""
+    """Process the items in order: yield a delta, sleep for a float, and raise an exception.
+
+    Append "closed" to `log` when the generator ends or is closed.
+    """
     try:
         for item in items:
             if isinstance(item, Exception):
@@ -109,7 +112,7 @@ async def test_a_slow_reader_gets_one_delta_a_choice():
     async for delta in deltas:
         got[delta["index"]] += delta["content"]
         count += 1
-        await asyncio.sleep(0.1)  # much longer than the source needs
+        await asyncio.sleep(0.1)  # much longer than the source takes to yield all deltas
     assert got == ["".join(str(n) for n in range(index, 999, 3)) for index in range(3)]
     assert count < 15
 

@@ -1,4 +1,4 @@
-"""The text offsets of tokens in a text completion."""
+"""Tests of the text offsets of tokens in the log-probabilities of a text completion."""
 
 import pytest
 from nereid_client.streaming.openai_logprobs import CompletionLogprobs, join_logprobs

@@ -1,4 +1,4 @@
-"""Streams are written in as few parts as possible, because each write is a system call."""
+"""Tests that streams are written in as few parts as possible: each write is a system call."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The end of a child process, and the failures that the supervisor reads from its output."""
+"""Tests of how the supervisor starts and stops child processes, and detects their failures."""
 
 import io
 import os
@@ -19,7 +19,7 @@ POLICY = RestartPolicy(max_restarts=1, backoff_s=0.0)
 
 @pytest.fixture
 def start():
-    """Return a function that starts a shell script as a supervised program."""
+    """A function that starts a shell script as a supervised program."""
     programs = []
 
     def run(script):
@@ -102,11 +102,12 @@ def test_a_zombie_that_crashed_is_told_from_one_that_exited():
 
 
 def test_a_process_that_survives_a_kill_is_named_and_does_not_block_the_end(monkeypatch, capsys):
-    # A process that waits for a device driver survives SIGKILL. Here, the signals are not sent.
+    # A process that waits for a device driver survives SIGKILL. The test simulates such a process:
+    # it replaces the function that sends the signals.
     reading = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        # Popen returns shortly before Linux replaces the name "python" of the process by "cat". The
-        # first output of the process shows that Linux has replaced the name.
+        # Popen can return before Linux has changed the name of the process from "python" to "cat".
+        # The first output of the process proves that the name has changed.
         reading.stdin.write(b"ready\n")
         reading.stdin.flush()
         assert reading.stdout.readline() == b"ready\n"

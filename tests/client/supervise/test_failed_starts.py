@@ -1,4 +1,4 @@
-"""A program that the operating system cannot start for a moment is started again."""
+"""Tests that the supervisor retries when the operating system cannot start a program."""
 
 import errno
 import time

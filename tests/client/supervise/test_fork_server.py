@@ -1,4 +1,4 @@
-"""When `nereid serve` starts a fork server."""
+"""Tests of when `nereid serve` starts a fork server, and of the fork server's process."""
 
 import subprocess
 import sys

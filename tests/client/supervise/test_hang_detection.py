@@ -1,4 +1,4 @@
-"""A model that does not answer a small request is found, even if the rest of the server answers."""
+"""Tests that `nereid serve` detects a hanging model although the rest of the server answers."""
 
 import json
 import threading
@@ -11,11 +11,11 @@ from nereid_client.supervise.hang_detection import PROBES, HangWatch
 
 
 class Server:
-    """A frontend, a metrics page and a Triton server in one.
+    """An HTTP server that stands for a frontend, a metrics page and a Triton server.
 
     Attributes:
         num_requests: the number of running requests that the frontend reports.
-        is_blocked: whether small requests get no answer.
+        is_blocked: whether the server leaves small requests (probes) without an answer.
         status: the HTTP status of the answer to a small request.
         probes: the bodies of the small requests.
     """

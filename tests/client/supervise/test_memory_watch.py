@@ -1,4 +1,7 @@
-"""The watch that restarts a process before the kernel kills one."""
+"""Tests of `MemoryWatch`, which restarts a process that uses too much memory.
+
+The restart comes before the kernel would kill a process because the memory is exhausted.
+"""
 
 import pytest
 from nereid_client.supervise.memory_watch import (
@@ -13,7 +16,10 @@ GIB = 2**30
 
 
 class Machine:
-    """A machine with 24 GiB whose processes, free memory and time a test sets."""
+    """A simulated machine with 24 GiB of memory.
+
+    A test sets the sizes of the processes, the available memory, and the time.
+    """
 
     def __init__(self):
         self.sizes = {1: GIB, 2: GIB}
@@ -75,7 +81,7 @@ def test_the_largest_process_is_restarted_when_the_memory_is_nearly_exhausted(ma
     assert machine.killed == [1]
     assert "only 512 MiB of memory are available" in machine.messages[0]
     machine.run(3)
-    assert machine.killed == [1]  # the kernel gets time to free the memory
+    assert machine.killed == [1]  # no second restart: the kernel needs time to free the memory
 
 
 def test_the_limit_of_a_container_counts_instead_of_the_memory_of_the_machine(tmp_path):

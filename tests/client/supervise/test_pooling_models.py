@@ -1,4 +1,4 @@
-"""`nereid serve` selects the embedding model and the reranker by flag, variable or default."""
+"""Tests of how `nereid serve` selects and warms up the embedding model and the reranker."""
 
 import threading
 from argparse import ArgumentParser
@@ -14,7 +14,7 @@ from nereid_client.supervise.warmup import WarmUp
 
 @pytest.fixture
 def repository(tmp_path):
-    """A model repository with both models, beside the checkpoints of the demo."""
+    """A model repository with an embedding model and a reranker, next to two demo checkpoints."""
     for kind in ("embedding", "rerank"):
         (tmp_path / "model_repository" / kind).mkdir(parents=True)
         (tmp_path / "model_repository" / kind / "config.pbtxt").touch()
@@ -84,7 +84,7 @@ READY.set()
 
 
 class Answers:
-    """A FrontendClient that returns these statuses, one after the other."""
+    """A fake `FrontendClient` whose POST requests return the given statuses in order."""
 
     model = "chat"
 

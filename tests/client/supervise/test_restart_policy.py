@@ -1,4 +1,4 @@
-"""The limits on restarts, and the detection of stub processes that are dead or abandoned."""
+"""Tests of the limits on restarts, and of the detection of dead or abandoned stub processes."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_ten_good_minutes_wipe_the_slate_clean():
 
 
 def stub(tmp_path, seconds):
-    """Start a process that looks like a stub."""
+    """Start a process that has the name of a Triton stub and sleeps."""
     program = tmp_path / "triton_python_backend_stub"
     if not program.exists():
         program.symlink_to("/bin/sleep")
@@ -96,13 +96,13 @@ def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, number, has_
 
 
 def num_asleep(process):
-    """Return the number of children that have executed their program."""
+    """Return the number of the process's children that are already running their own program."""
     names = [child.name for child in children_of(process.pid)]
     return names.count("triton_python_b") + names.count("sleep")
 
 
 def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
-    stub(tmp_path, 0).wait()  # creates the program
+    stub(tmp_path, 0).wait()  # this call creates the program file
     program = tmp_path / "triton_python_backend_stub"
     waiting = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & wait"])
     working = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & read -t 60 < <(sleep 60)"])
@@ -140,7 +140,8 @@ def test_a_stub_that_was_waited_for_was_meant_to_end(tmp_path):
 def test_a_stub_of_a_loaded_model_that_disappears_has_died(
     tmp_path, are_models_loaded, can_unload, model
 ):
-    # A server of version 2.65 or later waits for the stub when a client asks for its state.
+    # Since version 2.65, the Triton server waits for (reaps) a dead stub when a client asks for the
+    # state of the server. Then, the supervisor finds no zombie process.
     process = stub(tmp_path, 60)
     clock = Clock()
     watch = StubWatch(os.getpid(), clock, can_unload=can_unload)
@@ -156,7 +157,7 @@ def test_a_stub_of_a_loaded_model_that_disappears_has_died(
 
 
 def pids_of_stubs():
-    """Return the process ids of the children of this process that look like stubs."""
+    """Return the process ids of the test's child processes that have the name of a stub."""
     return [child.pid for child in children_of(os.getpid()) if child.name == "triton_python_b"]
 
 

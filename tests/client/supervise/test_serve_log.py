@@ -1,4 +1,4 @@
-"""The log file of `nereid serve`."""
+"""Tests of the log file of `nereid serve`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The signals that stop `nereid serve`."""
+"""Tests of the signals that stop `nereid serve`."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from nereid_client.supervise.supervisor import Supervisor
 
 @pytest.fixture
 def hang_up():
-    """A function that sets the reaction of this process to SIGHUP, which is reset afterwards."""
+    """A function that sets the handler of SIGHUP in the test's process until the test ends."""
     previous = signal.getsignal(signal.SIGHUP)
     yield lambda handler: signal.signal(signal.SIGHUP, handler)
     signal.signal(signal.SIGHUP, previous)

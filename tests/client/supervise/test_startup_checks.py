@@ -1,4 +1,7 @@
-"""`nereid serve` rejects wrong settings before it starts anything: one line, exit code 2."""
+"""Tests that `nereid serve` rejects wrong settings before it starts a process.
+
+The command prints one line and ends with exit code 2.
+"""
 
 import socket
 from pathlib import Path

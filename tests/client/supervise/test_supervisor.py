@@ -1,4 +1,4 @@
-"""`nereid serve` restarts processes that died, and finishes running requests before it stops.
+"""Tests that `nereid serve` restarts dead processes, and finishes requests before it stops.
 
 Several tests share a server, because each start takes some seconds. The last test of each server
 stops the server.
@@ -25,9 +25,10 @@ def url_of(running, path):
 
 
 def ask(running, text, stream=False, begin=lambda: None):
-    """Send a chat. Return the status and the text, or status None if the connection failed.
+    """Send a chat request. Return the HTTP status and the text of the response.
 
-    `begin` is called when the first line of the response has arrived.
+    The status is None if the connection failed, and 0 for an error without the header Retry-After.
+    The function calls `begin` when the first line of the response has arrived.
     """
     body = {"messages": [{"role": "user", "content": text}], "stream": stream}
     headers = {"Content-Type": "application/json"}
@@ -47,25 +48,28 @@ def ask(running, text, stream=False, begin=lambda: None):
 
 
 def num_in_work(running):
-    """Return the number of requests that run in the frontend."""
+    """Return the number of requests that are running in the frontend."""
     try:
         with urllib.request.urlopen(url_of(running, "/health/ready"), timeout=60) as page:
             text = page.read()
-    except urllib.error.HTTPError as error:  # the frontend answers, the server does not
+    except urllib.error.HTTPError as error:  # the status 503: the Triton server does not answer
         with error:
             text = error.read()
     return json.loads(text)["num_requests"]
 
 
 class Asking(threading.Thread):
-    """A request in a thread. When the constructor returns, it is running or has been refused."""
+    """A thread that sends a request.
+
+    When the constructor returns, the request is running or has ended.
+    """
 
     def __init__(self, running, text, stream=False, beside=0):
-        """`beside` is the number of requests that are already running."""
+        """Send the request as soon as exactly `beside` other requests are running."""
         super().__init__(daemon=True)
         self._has_begun = threading.Event()
         self._arguments = (running, text, stream, self._has_begun.set)
-        # The request of the warm-up may still be counted for a moment.
+        # The frontend may still count the warm-up request of `nereid serve` for a moment.
         wait_for(lambda: num_in_work(running) == beside)
         self.start()
         if stream:
@@ -83,16 +87,16 @@ class Asking(threading.Thread):
         self.ended = time.monotonic()
 
     def end(self):
-        """Wait for the end of the request."""
+        """Wait until the request has ended."""
         self.join(120)
         assert not self.is_alive(), "the request hangs"
 
 
 def begin_stream(running, text):
-    """Return a request whose stream has begun.
+    """Send a streaming request, wait until its stream has begun, and return the request.
 
-    A server that was just restarted may refuse a request. On a busy machine, the supervisor may
-    also take a slow server for one that hangs. The request is then sent again.
+    If the server refuses the request, send it again. A server that was just restarted may refuse a
+    request. On a busy machine, the supervisor may also restart a server that is only slow.
     """
     deadline = time.monotonic() + 120
     while not (asking := Asking(running, text, stream=True)).has_begun:
@@ -103,7 +107,7 @@ def begin_stream(running, text):
 
 
 def kill(running, word):
-    """Kill a process. Return the time."""
+    """Kill the process whose command line contains `word`, and return the time of the kill."""
     running.descendants = psutil.Process(running._process.pid).children(recursive=True)
     running.child(word).kill()
     return time.monotonic()
@@ -154,7 +158,7 @@ def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_e
     assert whole.status == 503
     wait_for(lambda: answers_again(victim), timeout_s=120)
     wait_for(lambda: any("answers again" in line for line in victim.lines[num_before:]))
-    # On a busy machine, the new server can lose a stub, and is then started once more.
+    # On a busy machine, a stub of the new server can die, so that the server is restarted again.
     number = f"it is started again now (restart {restart} of 5)"
     reason = next(line for line in victim.lines[num_before:] if number in line)
     assert ("tritonserver: the process of " in reason) == (word == "backend_stub"), reason
@@ -189,9 +193,10 @@ def checked(tmp_path_factory):
 
 
 def test_a_server_at_rest_is_not_taken_for_one_that_hangs(checked):
-    # After half of this time without progress, the server is probed.
+    # First, the server is idle. An idle server must not count as hanging.
     time.sleep(3)
-    # This request makes no progress, but the server answers other requests.
+    # This request makes no progress for 5 s, which is longer than the hang timeout. However, the
+    # server answers the probes of the supervisor.
     asking = Asking(checked, "a <pause 5> b")
     asking.end()
     assert asking.status == 200
@@ -210,8 +215,8 @@ def test_a_server_that_hangs_is_started_again(checked):
 
 
 def test_a_stop_has_a_limit(checked):
-    # The first line of a stream proves that the request runs. The number of running requests would
-    # not prove it, because this number may include the probe of the server.
+    # The first line of a stream proves that the request is running. The number of running requests
+    # is no proof, because it may include a probe of the supervisor.
     asking = begin_stream(checked, ENDLESS)
     started = time.monotonic()
     checked.signal(signal.SIGTERM)
@@ -267,7 +272,8 @@ def test_the_second_signal_does_not_wait(third_attempt):
     started = time.monotonic()
     third_attempt.signal(signal.SIGTERM)
     assert third_attempt.wait() == 0
-    assert time.monotonic() - started < 20  # less than the 30 s that the request needs
+    # Without the second signal, the server would wait for the default of --drain-timeout, 30 s.
+    assert time.monotonic() - started < 20
     # Despite the full disk, all messages were printed.
     assert third_attempt.lines[-1] == "nereid: stopped"
     assert "Traceback" not in "\n".join(third_attempt.lines)
@@ -276,7 +282,7 @@ def test_the_second_signal_does_not_wait(third_attempt):
 # ---- servers of one test
 
 
-@pytest.mark.long  # test_child_processes.py tests how the output is read
+@pytest.mark.long  # test_child_processes.py tests the same detection without a server
 def test_a_server_whose_stub_is_found_sick_while_it_starts_is_started_again(tmp_path):
     flag, program = tmp_path / "sick", tmp_path / "tritonserver"
     line = "E1122 10:20:42 1 model.cc:1] Stub process executor_0_0 is not healthy."
@@ -293,7 +299,7 @@ def test_a_server_whose_stub_is_found_sick_while_it_starts_is_started_again(tmp_
         assert answers_again(running)
 
 
-@pytest.mark.long  # test_child_processes.py tests how the output is read
+@pytest.mark.long  # test_child_processes.py tests the same detection without a server
 def test_a_server_that_hangs_in_its_own_crash_is_started_again(tmp_path):
     flag, program = tmp_path / "crashed", tmp_path / "tritonserver"
     program.write_text(

@@ -25,7 +25,8 @@ from nereid_parsers.constraints.constrain_request import ObjectSchema, ToolSchem
 from nereid_parsers.constraints.constrain_values import ENFORCED_IN_TEXT, Argument, choices_of
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import split_pattern
-from nereid_parsers.stream.values.argument_types import json_type_of, json_types_of
+from nereid_parsers.stream.values.argument_types import json_types_of
+from nereid_parsers.stream.values.json_text import json_type_of
 from nereid_parsers.tool_declarations import (
     NestedTags,
     PythonCalls,

@@ -16,7 +16,7 @@ from nereid_parsers.constraints.enforceable_multiple import (
     is_number,
 )
 from nereid_parsers.constraints.unenforced_keywords import ignored_keywords
-from nereid_parsers.stream.values.argument_types import json_type_of
+from nereid_parsers.stream.values.json_text import json_type_of
 
 # Maps the keyword of a bound to the function that returns the stricter of two bounds. Example:
 # `minimum` is mapped to `max`, because the larger minimum is stricter.

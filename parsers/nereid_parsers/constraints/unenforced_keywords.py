@@ -16,7 +16,7 @@ from typing import Any
 
 from nereid_parsers.constraints.enforceable_multiple import is_enforced_multiple
 from nereid_parsers.constraints.enforceable_pattern import PatternError, check_pattern
-from nereid_parsers.stream.values.argument_types import json_type_of
+from nereid_parsers.stream.values.json_text import json_type_of
 
 _IGNORED_KEYWORDS = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",

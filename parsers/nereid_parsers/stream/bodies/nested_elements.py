@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.values.argument_types import to_json
+from nereid_parsers.stream.values.json_text import to_json
 
 # If the schema declares no type for an element, an element whose first child is called `item` is
 # treated as an array.

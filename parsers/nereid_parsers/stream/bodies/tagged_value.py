@@ -9,7 +9,8 @@ from html import unescape as unescape_html
 from typing import Any
 
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTag
-from nereid_parsers.stream.values.argument_types import Tools, escape_surrogates, to_json
+from nereid_parsers.stream.values.argument_types import Tools
+from nereid_parsers.stream.values.json_text import escape_surrogates, to_json
 from nereid_parsers.stream.values.nested_values import nested_tags_to_json
 
 # JSON values, and the words True, False, None, NaN and Infinity, start with one of these

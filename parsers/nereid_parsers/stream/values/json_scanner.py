@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, Mismatch, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
-from nereid_parsers.stream.values.argument_types import escape_surrogates, loads
+from nereid_parsers.stream.values.json_text import escape_surrogates, loads
 
 _Matcher = Callable[[str, int], re.Match[str] | None]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.values.argument_types import to_json
+from nereid_parsers.stream.values.json_text import to_json
 from nereid_parsers.stream.values.python_strings import StringReader
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from json.encoder import encode_basestring as quote_json
 from typing import Any, NamedTuple
 
-from nereid_parsers.stream.values.argument_types import json_types_of, to_json
+from nereid_parsers.stream.values.argument_types import json_types_of
+from nereid_parsers.stream.values.json_text import to_json
 
 _CONTAINERS = frozenset({"object", "array"})
 _CONTAINERS_AND_NULL = _CONTAINERS | {"null"}

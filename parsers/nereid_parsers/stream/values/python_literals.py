@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from nereid_parsers.stream.pattern_matching import skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
-from nereid_parsers.stream.values.argument_types import to_json, without_leading_zeros
+from nereid_parsers.stream.values.json_text import to_json, without_leading_zeros
 from nereid_parsers.stream.values.literal_parts import (
     Container,
     Expected,

@@ -6,7 +6,7 @@ import json
 import logging
 
 from nereid_parsers.stream.status import DONE
-from nereid_parsers.stream.values.argument_types import escape_surrogates, loads
+from nereid_parsers.stream.values.json_text import escape_surrogates, loads
 from nereid_parsers.stream.values.python_literals import LiteralReader
 from nereid_parsers.stream.values.python_strings import PYTHON
 

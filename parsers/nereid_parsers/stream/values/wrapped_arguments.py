@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 
-from nereid_parsers.stream.values.argument_types import Tools, escape_surrogates, loads
+from nereid_parsers.stream.values.argument_types import Tools
+from nereid_parsers.stream.values.json_text import escape_surrogates, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
 # The maximum number of white-space characters before the first key. After more white space, the

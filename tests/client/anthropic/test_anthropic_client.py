@@ -1,4 +1,4 @@
-"""The `anthropic` client against the frontend on a real socket, with the echo model."""
+"""Tests of the Messages API with the `anthropic` library, on a frontend with the echo model."""
 
 import json
 
@@ -52,7 +52,7 @@ def ask(text):
 
 
 def chat_of(backend):
-    """Return the chat completion of the last call of the backend."""
+    """Return the chat completion request that the backend received last."""
     return json.loads(backend.generations[-1].chat_request)
 
 
@@ -148,7 +148,7 @@ def test_a_tool_loop_runs_to_the_last_message(client, backend):
     assert (good["content"], good["name"]) == ("sunny in Oslo", "get_weather")
     assert bad["content"].startswith("Error: ")
     assert "no such city" in bad["content"]
-    assert message.content[0].text == bad["content"]  # the echo of the last message
+    assert message.content[0].text == bad["content"]  # the echo model repeats the last message
 
 
 class Person(pydantic.BaseModel):

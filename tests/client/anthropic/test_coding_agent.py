@@ -1,4 +1,4 @@
-"""A coding agent that uses Anthropic's API works with the frontend, without changes."""
+"""Tests that a coding agent for Anthropic's API works with the frontend without changes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def run_agent(port, folder, prompt):
-    """Run the agent with a prompt. Return its events."""
+    """Run the agent with a prompt, and return the events that the agent prints."""
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
@@ -46,10 +46,12 @@ def test_the_agent_runs_a_tool_and_reads_its_result(tmp_path):
         events = run_agent(port, tmp_path, f"<tool_call>{json.dumps(call)}</tool_call>")
         run_agent(port, tmp_path, "Hello")
     assert events[-1]["subtype"] == "success"
-    assert "The answer is 42." in events[-1]["result"]  # the echo of the tool's result
+    # The echo model repeats the last message, which is the result of the tool.
+    assert "The answer is 42." in events[-1]["result"]
     chats = [json.loads(generation.chat_request) for generation in backend.generations]
     roles = [[message["role"] for message in chat["messages"]] for chat in chats]
     assert ["system", "user", "assistant", "tool"] in roles
-    # The prefix cache finds the system prompt and the tools of the first conversation.
+    # The system prompt and the tools of both conversations must be equal, so that the second
+    # conversation reuses the prefix cache of the first one.
     assert len({chat["messages"][0]["content"] for chat in chats}) == 1
     assert len({json.dumps(chat["tools"]) for chat in chats}) == 1

@@ -1,4 +1,4 @@
-"""The chat completion for a request of Anthropic's API."""
+"""Tests of the translation of a request of Anthropic's API to a chat completion request."""
 
 import pytest
 from hypothesis import given

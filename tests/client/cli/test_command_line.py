@@ -1,4 +1,4 @@
-"""The `nereid` command explains arguments that it does not know."""
+"""Tests of the messages that the command `nereid` prints for unknown arguments."""
 
 import pytest
 from nereid_client.cli.main import main

@@ -1,4 +1,4 @@
-"""The commands of `nereid` that send requests to a running server, and those that start nothing."""
+"""Tests of all commands of `nereid` that start no server, such as `chat`, `bench` and `doctor`."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def run(url, capsys):
-    """Return a function: run a command with --url, and return its exit code and its output."""
+    """A function that runs a command with `--url`, and returns its exit code and its output."""
 
     def command(*arguments):
         code = main([*arguments, "--url", url])
@@ -57,7 +57,7 @@ def run(url, capsys):
 
 @contextmanager
 def raw_server(response):
-    """Run a server that answers each request with the bytes `response`. Yield its URL."""
+    """Run a server that answers each request with the bytes `response`, and yield its URL."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self):
@@ -138,7 +138,7 @@ def test_images_are_sent_with_the_first_message(run, backend, monkeypatch, tmp_p
     file = tmp_path / f"drawing.{kind}"
     Image.new("RGB", (2, 2)).save(file)
     monkeypatch.setattr("sys.stdin", io.StringIO("What is this?"))
-    # Some systems have no file that lists further types.
+    # Some systems have no file with further MIME types. The test behaves as on such a system.
     monkeypatch.setattr(mimetypes, "_db", mimetypes.MimeTypes())
     code, _ = run("chat", "--image", str(file))
     assert code == 0
@@ -350,7 +350,7 @@ def test_a_terminal_is_not_dim_after_an_error_in_the_reasoning(capsys, monkeypat
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (b"\0\0\x06\x04\0\r\n", "did not answer with HTTP"),  # as a gRPC server answers
+        (b"\0\0\x06\x04\0\r\n", "did not answer with HTTP"),  # the answer of a gRPC server
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "ended before the response"),
         (b"HTTP/1.1 500 X\r\nContent-Length: 99\r\n\r\n{", "ended before the response"),
         (json_response("[]"), "answered without the list 'data'"),

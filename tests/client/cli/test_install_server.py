@@ -1,4 +1,4 @@
-"""`nereid install-server` with a small wheel, the real pip and the real file system."""
+"""Tests of `nereid install-server` with a small wheel, which the real pip installs."""
 
 import argparse
 import errno
@@ -20,7 +20,10 @@ FAKE_SERVER = '#!/bin/bash\necho "$0 $*"\nenv\n'
 
 
 def make_wheel(folder: Path, stubs: tuple[str, ...] = (VERSION,)) -> Path:
-    """Create a wheel like nvidia-pytriton, whose server prints its arguments and environment."""
+    """Create a wheel with the structure of nvidia-pytriton, and return the path of the wheel.
+
+    The server program in the wheel prints its arguments and its environment.
+    """
     info = "nvidia_pytriton-0.0.1.dist-info"
     files = {
         f"{SERVER}/bin/tritonserver": FAKE_SERVER,
@@ -46,7 +49,7 @@ def make_wheel(folder: Path, stubs: tuple[str, ...] = (VERSION,)) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Return a folder in which pip has installed the wheel once, and the path of the wheel.
+    """A folder in which pip has installed the wheel, and the path of the wheel.
 
     The wheel is deleted, so that a second installation with pip would fail.
     """
@@ -61,7 +64,7 @@ def installed(tmp_path_factory):
 
 @pytest.fixture
 def wheel(tmp_path, installed):
-    """Return the path of the installed wheel, and copy the installed server to `tmp_path`."""
+    """The path of the installed wheel. The fixture copies the installed server to `tmp_path`."""
     folder, wheel = installed
     shutil.copytree(folder / "target", tmp_path / "target")
     return wheel

@@ -1,4 +1,4 @@
-"""`python -m nereid_client` as a program."""
+"""Tests of the frontend, run as the program `python -m nereid_client`."""
 
 import http.client
 import os
@@ -33,7 +33,7 @@ def test_an_idle_connection_stays_open_longer_than_clients_keep_it():
         try:
             wait_for(lambda: listens(port), timeout_s=120)
             assert answers(connection)
-            time.sleep(6)  # httpx keeps an idle connection for 5 seconds
+            time.sleep(6)  # httpx closes a connection that has been idle for 5 seconds
             assert answers(connection)
         finally:
             connection.close()

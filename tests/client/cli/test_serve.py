@@ -1,4 +1,4 @@
-"""`nereid serve` with a real Triton server and the echo model."""
+"""Tests of `nereid serve` with a real Triton server and the echo model."""
 
 import json
 import os
@@ -56,7 +56,8 @@ def test_the_printed_command_and_every_example_work_until_a_signal_stops_all_pro
         pieces = [json.loads(line[6:]) for line in streamed.splitlines() if line]
         assert "".join(piece["text_output"] for piece in pieces) == 'say "hi"'
 
-        assert len(running.descendants) >= 4  # server, stub, the stub's child, frontend
+        # The Triton server, the stub, the child process of the stub, and the frontend.
+        assert len(running.descendants) >= 4
         assert running.shared_memory()
         running.signal(signal.SIGTERM)
         assert running.wait() == 0
@@ -113,7 +114,7 @@ def test_ctrl_c_while_the_model_loads_stops_cleanly(tmp_path):
     with serve(tmp_path, f"--model-repository={repository}") as running:
         wait_for(lambda: any("starting tritonserver" in line for line in running.lines))
         running.signal(signal.SIGINT)
-        running.signal(signal.SIGINT)  # the second signal: do not wait for the request
+        running.signal(signal.SIGINT)  # with the second signal, the server stops at once
         assert running.wait() == 0
         assert running.lines[-1] == "nereid: stopped"
         assert running.shared_memory() == []

@@ -1,4 +1,7 @@
-"""The plan of `nereid serve`: which flags and variables determine the addresses and settings."""
+"""Tests of how flags and environment variables determine the plan of `nereid serve`.
+
+The plan contains the commands, environments and addresses of the servers.
+"""
 
 import functools
 from pathlib import Path
@@ -18,7 +21,7 @@ REPOSITORY = Path(__file__).parents[3] / "model_repository"
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Return a function that makes the plan for flags and environment variables."""
+    """A function that makes the plan for flags and environment variables."""
     program = tmp_path / "tritonserver"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -38,14 +41,14 @@ def make(tmp_path, monkeypatch):
 
 @pytest.fixture
 def plan(tmp_path, make):
-    """Return a function that makes the plan for one model, flags and environment variables."""
+    """A function that makes the plan for one model, with flags and environment variables."""
     model = f"--model={make_checkpoint(tmp_path)}"
     return functools.partial(make, model, f"--model-repository={ECHO_REPOSITORY}")
 
 
 @pytest.fixture
 def plan_of_file(tmp_path, make):
-    """Return a function that makes the plan for the text of a file models.toml and flags."""
+    """A function that makes the plan for the text of a models.toml file and for flags."""
     make_checkpoint(tmp_path)
     file = tmp_path / "models.toml"
 
@@ -147,9 +150,10 @@ def test_a_flag_sets_the_default_of_models_that_have_a_memory_budget(plan_of_fil
     made = plan_of_file(text, "--kv-cache-memory=5MiB")
     [config] = tmp_path.glob("nereid/models-*/a-executor/config.pbtxt")
     assert 'key: "kv_cache_memory"\n  value {\n    string_value: "5MiB"' in config.read_text()
-    # The models prefer a variable to the value in config.pbtxt.
+    # A model uses the environment variable instead of the value in config.pbtxt, so the variable
+    # must not be set.
     assert "NEREID_KV_CACHE_MEMORY" not in made.server.environment
-    # The frontend needs the variable, because it reserves the memory of the models.
+    # The frontend needs the variable, because the frontend computes the memory of the models.
     defaults = default_settings(made.frontend_program.environment)
     [model] = read_models_file(tmp_path / "models.toml", defaults).specs
     assert model.memory.kv_cache == 5 << 20
@@ -162,7 +166,8 @@ def test_the_model_repository_of_a_running_server_is_not_replaced(make, tmp_path
     [port] = free_ports(1)
     flags = (f"--model-repository={REPOSITORY}", f"--openai-port={port}", f"--config={file}")
     make(*flags, XDG_STATE_HOME=str(tmp_path))
-    # A server in another container can have the same port.
+    # A server in another container can use the same port, so a free port is no proof that the
+    # repository is unused.
     with pytest.raises(CliError, match="another server, possibly in another container, uses"):
         make(*flags)
 

@@ -1,4 +1,4 @@
-"""The field `suffix` of completions, for tokenizers with markers for filling in the middle."""
+"""Tests of the field `suffix` of completions, which requires fill-in-the-middle markers."""
 
 import pytest
 from fakes.fake_backend import FakeBackend
@@ -10,7 +10,7 @@ MARKERS = FORMATS[1].markers
 
 
 class TokenizerBackend(FakeBackend):
-    """The echo model with a tokenizer that has one token for each letter and for some markers.
+    """The echo model with a tokenizer that has one token for each letter and for each marker.
 
     All other texts become the token for unknown words.
     """
@@ -46,7 +46,8 @@ async def test_prompt_and_suffix_are_between_the_markers_of_the_tokenizer(connec
         assert prompts == [f"{begin}a = {gap} + 1{end}", f"{begin}b{gap} + 1{end}"]
         num_tokenized = backend.num_tokenized
         await client.post("/v1/completions", json=body)
-        assert backend.num_tokenized == num_tokenized  # the format is known now
+        # The frontend has stored the format, so it does not tokenize the markers again.
+        assert backend.num_tokenized == num_tokenized
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.markers[0])

@@ -1,4 +1,4 @@
-"""The Triton backend against a real server with the echo model."""
+"""Tests of `TritonBackend`, most of them with a real Triton server and the echo model."""
 
 import asyncio
 import json
@@ -157,7 +157,9 @@ async def test_leaving_at_the_last_delta_lets_the_stream_end_by_itself(backend, 
                 break
         await answer.aclose()
 
-    for n in range(300):  # often enough to hit the race condition that crashes the server
+    # A cancellation at this moment can crash the server (a race condition). Of 300 cancellations,
+    # at least one would hit the race.
+    for n in range(300):
         await leave_early(n)
     assert await backend.is_live()
     assert not any("leaves-" in line for line in server.lines)
@@ -217,7 +219,7 @@ async def test_a_dead_process_of_a_model_is_unhealthy_until_a_request_succeeds(m
         await collect(backend, "hi")
     assert not await backend.is_live()
     assert not await backend.is_ready()
-    error = ""  # The server has restarted.
+    error = ""  # from here on, requests succeed, as after a restart of the server
     assert await backend.is_live()
     assert await backend.is_ready()
     await backend.close()

@@ -1,4 +1,4 @@
-"""Fixtures: the playground of a frontend with the echo model, in a real Chromium."""
+"""Fixtures that open the playground of a frontend with the echo model in a real Chromium."""
 
 import pytest
 from fakes.chromium import chromium
@@ -17,7 +17,10 @@ def browser():
 
 @pytest.fixture(scope="module")
 def frontend():
-    """The echo model, and the URL of a frontend with it, an embedding model and a reranker."""
+    """A pair: the backend with the echo model, and the URL of the frontend.
+
+    The frontend also serves a fake embedding model and a fake reranker.
+    """
     backend = FakeBackend()
     with live_frontend(backend, FakePooling()) as port:
         yield backend, f"http://127.0.0.1:{port}/"
@@ -25,14 +28,14 @@ def frontend():
 
 @pytest.fixture(scope="module")
 def guarded_url():
-    """The URL of a frontend that requires the API key KEY."""
+    """The URL of a frontend that requires the API key `KEY`."""
     with live_frontend(FakeBackend(), api_key=KEY) as port:
         yield f"http://127.0.0.1:{port}/"
 
 
 @pytest.fixture
 def open_page(browser):
-    """Return a function that opens a page. The test fails after an error in the page's scripts."""
+    """A function that opens a page. The test fails if a script of the page causes an error."""
     problems = []
     contexts = []
 

@@ -1,4 +1,4 @@
-"""The chat of the playground, in a real Chromium."""
+"""Tests of the chat in the playground page, in a real Chromium."""
 
 import json
 
@@ -13,7 +13,7 @@ def backend(frontend):
 
 
 def ask(page, text):
-    """Send a message with the keyboard, and wait for the end of the answer."""
+    """Send a message with the keyboard, and wait until the answer is complete."""
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
     page.wait_for_selector(".message.assistant:last-of-type[aria-busy=false]")

@@ -1,4 +1,4 @@
-"""Images in the chat of the playground: dropped, pasted and chosen, in a real Chromium."""
+"""Tests of images that the user drops, pastes or chooses in the playground's chat."""
 
 import base64
 import json
@@ -10,7 +10,7 @@ PIXEL = (
     "EQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 URL = f"data:image/png;base64,{PIXEL}"
-# Sends an event with files, as a browser does after a drop or a paste.
+# A script that sends the event which a browser sends when the user drops or pastes files.
 _SEND_FILES = """
 ([selector, type, field, name, mime, content]) => {
   const bytes = Uint8Array.from(atob(content), (one) => one.charCodeAt(0));
@@ -33,7 +33,7 @@ def attached(page):
 
 @pytest.fixture
 def sent(frontend):
-    """Return the messages of the last request."""
+    """A function that returns the messages of the last request."""
     return lambda: json.loads(frontend[0].generations[-1].chat_request)["messages"]
 
 

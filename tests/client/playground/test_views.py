@@ -1,4 +1,4 @@
-"""The other views of the playground, its access rules and its accessibility, in a real Chromium."""
+"""Tests of the playground's other views, its API key and its accessibility, in a real Chromium."""
 
 import contextlib
 import http.server
@@ -66,7 +66,7 @@ def test_a_missing_model_is_an_error_in_its_view(open_page, guarded_url):
 
 @contextlib.contextmanager
 def metrics_server():
-    """Serve metrics whose counters increase with each request, and yield the URL."""
+    """Serve a metrics page whose counters increase with each request, and yield its URL."""
     number = itertools.count(1)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -127,7 +127,7 @@ def test_the_key_opens_the_page_and_is_sent_with_each_request(open_page, guarded
     page.get_by_text("The server does not accept this key.").wait_for()
     page.fill("#key", KEY)
     page.keyboard.press("Enter")
-    # The script of the page sets the focus after it has started all views.
+    # The script of the page focuses the prompt only after it has started all views.
     page.wait_for_selector("#prompt:focus")
     page.fill("#prompt", "hello")
     page.press("#prompt", "Enter")
@@ -214,7 +214,10 @@ def test_each_view_meets_wcag_aa_and_fits_into_the_window(open_page, frontend, w
 
 
 def violations(axe, page, rules):
-    """Return the broken rules, and the width of the page if it is wider than the window."""
+    """Return the accessibility rules that the page violates.
+
+    If the page is wider than the window, the result also contains the number of excess pixels.
+    """
     found = [
         f"{rule['id']}: {node['html']}"
         for rule in axe.run(page, options=rules).response["violations"]

@@ -1,4 +1,4 @@
-"""Items with calls of custom tools do not depend on the boundaries of the deltas."""
+"""Tests that a custom tool call's output item does not depend on how its deltas are cut."""
 
 import json
 
@@ -17,7 +17,7 @@ def build(deltas):
 
 
 def call_deltas(index, name, arguments, size):
-    """Return the deltas of one call, with pieces of `size` characters."""
+    """Return the deltas of one call, whose arguments are cut into pieces of `size` characters."""
     opened = {"index": index, "id": f"call_{index}", "name": name, "arguments": ""}
     parts = [arguments[at : at + size] for at in range(0, len(arguments), size)]
     pieces = [opened, *({"index": index, "arguments": part} for part in parts)]

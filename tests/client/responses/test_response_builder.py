@@ -1,4 +1,7 @@
-"""Items and events are well-formed for any deltas, and do not depend on their boundaries."""
+"""Tests that `ResponseBuilder` builds well-formed items and events from any deltas.
+
+The items must not depend on how the text is divided into deltas.
+"""
 
 import asyncio
 
@@ -39,7 +42,10 @@ TEXTS = st.text(min_size=1, max_size=6)
 
 @st.composite
 def answers(draw):
-    """Draw deltas as the postprocessor sends them: any order of kinds, no interleaved calls."""
+    """Draw the deltas of an answer: reasoning, content and calls in any order.
+
+    As in the output of the postprocessor, the deltas of one call come before those of the next one.
+    """
     deltas, call = [], -1
     for kind in draw(st.lists(st.sampled_from(["reasoning", "content", "call", ""]), max_size=8)):
         if kind == "call":

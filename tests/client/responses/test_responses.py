@@ -1,4 +1,4 @@
-"""POST /v1/responses with the echo model: fields passed on, responses, and errors."""
+"""Tests of `POST /v1/responses` with the echo model: fields, responses, and errors."""
 
 import json
 
@@ -22,7 +22,7 @@ TOOL_CHOICE_MESSAGE = (
 
 @pytest.fixture
 def respond(post):
-    """Return a function: `await respond(input, **fields)` is the HTTP response."""
+    """A function: `await respond(input, **fields)` sends a request and returns the response."""
 
     async def send(given, **fields):
         return await post("/v1/responses", input=given, **fields)
@@ -31,7 +31,7 @@ def respond(post):
 
 
 def events_of(response):
-    """Return the events of a stream. The name of each event must be its type."""
+    """Return the events of a stream, and check that each event is named after its type."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     events = []
@@ -563,7 +563,7 @@ async def test_the_output_of_a_call_that_was_cut_off_is_left_out_with_the_call(r
     user = {"role": "user", "content": "x"}
     await respond([user, call | {"status": "incomplete"}, output])
     assert passed_on(backend)["messages"] == [user]
-    # A later call with the same id is complete.
+    # A later call has the same id and is complete. This call and its output must be passed on.
     again = call | {"arguments": "{}", "status": "completed"}
     await respond([call | {"status": "incomplete"}, output, again, output])
     assert [message["role"] for message in passed_on(backend)["messages"]] == ["assistant", "tool"]

@@ -1,4 +1,7 @@
-"""Random bodies of /v1/responses are rejected with a named field or answered; nothing leaks."""
+"""Tests that the frontend answers or rejects random bodies of `POST /v1/responses`.
+
+After all requests, no request may still be running.
+"""
 
 import asyncio
 import json
@@ -38,7 +41,7 @@ NAMES = (
 
 
 def read(response):
-    """Return the response object, or None if the request was rejected."""
+    """Check an HTTP response. Return its response object, or None if the request was rejected."""
     assert response.status_code < 500, response.text
     if response.status_code != 200:
         error = response.json()["error"]

@@ -1,4 +1,4 @@
-"""The Responses API through the openai library, on a real socket."""
+"""Tests of the Responses API with the openai library, on a frontend with the echo model."""
 
 import json
 import socket

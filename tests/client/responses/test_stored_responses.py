@@ -1,4 +1,4 @@
-"""Responses that are stored, continued, generated in the background, and deleted."""
+"""Tests of responses that are stored, continued, generated in the background, and deleted."""
 
 import asyncio
 import json
@@ -464,7 +464,7 @@ async def test_a_foreground_stream_that_is_left_is_neither_finished_nor_kept(bac
 
 
 class ShortBackend(FakeBackend):
-    """A backend that rejects conversations with too many words, as the engine does."""
+    """A backend that rejects conversations of more than `room` words, as an engine does."""
 
     room = 12
 

@@ -1,4 +1,4 @@
-"""The sockets on which the frontend waits for connections."""
+"""Tests of the sockets on which the frontend waits for connections."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ _NUM_CONNECTIONS = 64
 
 
 async def _iterations_until_accepted(sockets):
-    """Connect 64 clients at once, and return how many iterations of the loop accept them."""
+    """Connect 64 clients at once, and return how many event-loop iterations accept all of them."""
     for one in sockets:
         one.listen(2048)
         one.setblocking(False)

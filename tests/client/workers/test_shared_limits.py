@@ -1,4 +1,7 @@
-"""The limits and responses that several frontend processes share, with two connections."""
+"""Tests of the databases with which several frontend processes share limits and responses.
+
+Two connections to a database stand for two processes.
+"""
 
 import resource
 from collections.abc import Iterator
@@ -22,7 +25,7 @@ from nereid_client.workers.worker_place import WorkerPlace
 
 
 class Run:
-    """A background response."""
+    """A background response that is running."""
 
     id, owner = "resp_1", ""
 
@@ -44,7 +47,7 @@ def test_a_worker_that_ended_no_longer_counts(tmp_path):
 
 @contextmanager
 def full_disk(folder) -> Iterator[None]:
-    """Prevent this process from extending the files in a folder during the `with` block."""
+    """Simulate a full disk: during the `with` block, the files in `folder` cannot grow."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     max_size = max(path.stat().st_size for path in folder.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_size, limits[1]))

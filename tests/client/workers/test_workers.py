@@ -1,6 +1,6 @@
-"""Several frontend processes on one port: real processes with the echo model.
+"""Tests of a frontend that consists of several processes on one port, with the echo model.
 
-Each request has a connection of its own, so the kernel distributes the requests over the processes.
+Each request uses its own connection, so the kernel distributes the requests over the processes.
 """
 
 import concurrent.futures
@@ -45,7 +45,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Pool:
-    """A running frontend with several processes."""
+    """A running frontend that consists of several worker processes."""
 
     def __init__(self, process, port):
         self.process = process
@@ -53,7 +53,7 @@ class Pool:
         self.url = f"http://127.0.0.1:{port}"
 
     def request(self, method, path, key="other", **options):
-        """Send a request over a connection of its own."""
+        """Send a request over its own connection, and return the response."""
         headers = {"Authorization": f"Bearer {key}", **options.pop("headers", {})}
         return httpx.request(method, self.url + path, headers=headers, timeout=60, **options)
 
@@ -68,7 +68,7 @@ class Pool:
         return self.request("GET", "/health/ready").json()["num_requests"]
 
     def counter(self, name, **labels):
-        """Return the sum of the samples of a metric that have these labels."""
+        """Return the sum of all samples of the metric `name` that have the given labels."""
         text = self.request("GET", "/metrics").text
         lines = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
         wanted = {f'{label}="{value}"' for label, value in labels.items()}
@@ -101,7 +101,7 @@ def running_pool(folder, *flags, num_workers=NUM_WORKERS, wait_until_ready=True)
 
 
 def num_listening(pid, port):
-    """Return how many processes of a pool listen on a port."""
+    """Return how many workers of the pool with the process id `pid` listen on `port`."""
     workers = psutil.Process(pid).children()
     return sum(
         any(c.status == psutil.CONN_LISTEN and c.laddr[1] == port for c in w.net_connections())
@@ -133,7 +133,8 @@ def test_a_limit_for_each_minute_holds_for_all_workers_together(pool):
 
 @pytest.mark.parametrize(("key", "limit"), [("narrow", 3), ("other", 15)])
 def test_the_limits_of_running_requests_hold_for_all_workers_together(pool, key, limit):
-    # One client may use 15 of 20 requests, so that others can use the rest (shared_budget.py).
+    # The frontend may run 20 requests. A single client may use only 15 of them, so that other
+    # clients can use the rest (shared_budget.py).
     with concurrent.futures.ThreadPoolExecutor(18) as threads:
         sent = [threads.submit(pool.chat, "a <pause 60>", key) for _ in range(18)]
         wait_for(lambda: sum(future.done() for future in sent) >= 18 - limit)
@@ -246,7 +247,8 @@ def test_a_dead_worker_is_restarted_and_its_requests_no_longer_count(tmp_path):
         assert pool.num_running() == 0
         assert in_threads(8, lambda: pool.chat("one").status_code) == [200] * 8
         counted = pool.counter("nereid_frontend_requests_total", route=CHAT)
-        assert counted == num_counted + 8 - num_lost + 8  # those of the dead worker, too
+        # The sum includes the requests that the dead worker had counted.
+        assert counted == num_counted + 8 - num_lost + 8
 
 
 def test_a_worker_that_is_starting_is_drained_too(tmp_path):
@@ -265,7 +267,8 @@ def test_a_signal_during_the_start_of_a_worker_drains_the_worker(monkeypatch, tm
     starts, drained = [], []
 
     def start(place):
-        Path(place.socket_path(place.number)).touch()  # a worker without a socket has failed
+        # The pool assumes that a worker without a socket file has failed to start.
+        Path(place.socket_path(place.number)).touch()
         starts.append(place.number)
         if place.number == 1 and starts.count(1) == num_starts:
             # The process of the second worker exists, but the pool does not know it yet.
@@ -300,7 +303,8 @@ def test_a_worker_is_started_later_if_there_are_too_many_processes(monkeypatch, 
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         if num_starts == 3:
             pool._stop.set()
-        Path(place.socket_path(place.number)).touch()  # a worker without a socket has failed
+        # The pool assumes that a worker without a socket file has failed to start.
+        Path(place.socket_path(place.number)).touch()
         return subprocess.Popen(["true"])
 
     monkeypatch.setattr(pool, "_start", start)
@@ -312,7 +316,8 @@ def test_a_worker_is_started_later_if_there_are_too_many_processes(monkeypatch, 
 
 def test_only_the_folders_of_pools_that_have_ended_are_deleted(monkeypatch, tmp_path):
     monkeypatch.setattr(worker_pool, "_parent_folder", lambda: tmp_path)
-    # No process of this container may have the process id that another container has stored.
+    # A folder name contains the process id of a pool, possibly in another container. Therefore, the
+    # process id proves nothing: a locked folder is in use although no process has its process id.
     names = ("nereid-frontend-999999999-running", f"nereid-frontend-{os.getpid()}-ended")
     running, ended = (tmp_path / name for name in names)
     for folder in (running, ended):
@@ -332,7 +337,7 @@ def test_a_pool_that_starts_deletes_no_folder_that_another_pool_has_just_created
     def open_later(path):
         path.touch()
         monkeypatch.setattr(worker_pool, "open_locked", open_locked)
-        worker_pool._delete_abandoned_folders()  # as another pool in this moment
+        worker_pool._delete_abandoned_folders()  # as if another pool were starting at this moment
         return open_locked(path)
 
     monkeypatch.setattr(worker_pool, "open_locked", open_later)
@@ -419,7 +424,7 @@ def test_the_files_of_the_metrics_have_space_although_the_disk_becomes_full(tmp_
         in_threads(8, lambda: pool.chat("a"))
         [folder] = Path("/dev/shm").glob(f"nereid-frontend-{pool.process.pid}-*")
         files = [path.stat() for path in (folder / "metrics").iterdir()]
-        assert len(files) == 2 * 3  # the worker's counters, histograms and gauges
+        assert len(files) == 2 * 3  # counters, histograms and gauges of each of two workers
         assert all(file.st_blocks * 512 >= file.st_size for file in files)
 
 
@@ -432,4 +437,4 @@ def test_the_workers_end_if_their_pool_is_killed(tmp_path):
         folders = list(Path("/dev/shm").glob(f"nereid-frontend-{pool.process.pid}-*"))
         assert len(folders) == 1
     with running_pool(tmp_path, num_workers=2):
-        assert not folders[0].exists()  # the next pool deletes the folder
+        assert not folders[0].exists()  # the new pool has deleted the folder of the killed pool

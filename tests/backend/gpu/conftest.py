@@ -1,7 +1,9 @@
-"""Without a GPU the kernels run in the interpreter of the Triton language.
+"""Fixtures for the tests of GPU code.
 
-It is chosen when the package `triton` is first imported, by an environment variable. Other tests
-may have imported it already (torch's compiler does), so its Python modules are then loaded anew.
+On a machine without a GPU, the interpreter of the Triton language runs the kernels on the CPU. The
+environment variable TRITON_INTERPRET selects the interpreter when the package `triton` is imported.
+Other tests may have imported `triton` before, for example with torch's compiler. This file
+therefore imports the Python modules of `triton` again.
 """
 
 import importlib
@@ -15,7 +17,7 @@ HAS_GPU = torch.cuda.is_available()
 
 
 def _load_interpreter():
-    # The compiled part stays: it can be loaded into a process once.
+    # A process can load the compiled module `triton._C` only once, so this module stays loaded.
     for name in [n for n in sys.modules if n == "triton" or n.startswith("triton.")]:
         if not name.startswith("triton._C"):
             del sys.modules[name]
@@ -24,7 +26,7 @@ def _load_interpreter():
     try:
         knobs = importlib.import_module("triton").knobs
     finally:
-        # Processes that other tests start are not to inherit it.
+        # Processes that other tests start must not inherit the variable.
         if before is None:
             del os.environ["TRITON_INTERPRET"]
         else:
@@ -49,7 +51,7 @@ def few_threads():
 
 @pytest.fixture(scope="session")
 def device():
-    """Where kernels are tested: a GPU, or the interpreter on this machine's processor."""
+    """The device on which kernels are tested: a GPU, or the CPU with the interpreter."""
     return torch.device("cuda:0" if HAS_GPU else "cpu")
 
 
@@ -73,7 +75,11 @@ def folder_of(tmp_path_factory):
 
 @pytest.fixture
 def engine_of(folder_of, monkeypatch):
-    """A function that opens an engine over a kind of cache, with graphs where capture is given."""
+    """A function that opens an engine on the CPU with a given class of KV cache.
+
+    If the argument `capture` is given, the engine replays decode steps from graphs that this
+    function captures. The engines are closed after the test.
+    """
     from backend.exactness import open_engine
     from backend.gpu.engines import SkippingCache, sizes_of_engine
     from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
@@ -84,16 +90,18 @@ def engine_of(folder_of, monkeypatch):
 
     def make(name, capture=None, *, kind=SkippingCache, **settings):
         monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *_: kind)
-        # The kernels' own check takes long in the interpreter, and has tests of its own.
+        # The check of the kernels at load takes long in the interpreter. test_gpu_check.py tests
+        # this check.
         monkeypatch.setattr(path_variants, "checked_cache_class", lambda kind, *_: kind)
         if kind is GpuKVCache:
-            # The check of the path takes more than half of the time of such a test.
+            # The check of the forward path would take more than half of the time of the test.
             # test_engine_on_kernels.py tests this check with the kernels.
             monkeypatch.setattr(choose_path, "check_path", lambda *_, **__: 0.0)
-        # Packed products are called past torch, where the stand-in does not see them.
         # On a GPU, the engine has no draft tokens by default.
         defaults = {"device": "cpu", "max_model_len": 128, "num_speculative_tokens": 0}
         settings = {**defaults, **settings}
+        # With prepack=True, the engine would compute matrix products with a library that torch's
+        # dispatcher does not call. The `Recorder` could not record these products.
         engine = open_engine(folder_of(name), prepack=False, **settings)
         opened.append(engine)
         if capture is not None:

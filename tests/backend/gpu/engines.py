@@ -1,4 +1,4 @@
-"""Engines over the reference's cache or over kernels, and workloads for them."""
+"""A tiny model, a KV cache and a workload for tests of engines with GPU kernels or CUDA graphs."""
 
 import dataclasses
 import random
@@ -11,9 +11,10 @@ from nereid_backend.paths.model_call import Sizes
 
 
 def with_one_key_head(name, **more):
-    """Return a tiny family with two query heads and one key head.
+    """Return a variant of a tiny family with two query heads and one key head.
 
-    The duration of the kernels in the interpreter is proportional to the key heads and layers.
+    The time that the kernels take in the interpreter is proportional to the number of key heads and
+    to the number of layers.
     """
     family = BY_NAME[name]
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -21,11 +22,14 @@ def with_one_key_head(name, **more):
 
 
 class SkippingCache(KVCache):
-    """The reference's cache, whose write skips tokens without a slot, as the kernel's does."""
+    """The reference KV cache, except that `store` skips tokens without a slot.
+
+    The GPU kernel also skips these tokens. A token without a slot has a negative row.
+    """
 
     def __init__(self, layers, *, num_blocks, **options):
         super().__init__(layers, num_blocks=num_blocks + 1, **options)
-        self.null_block = num_blocks  # a further block receives skipped writes
+        self.null_block = num_blocks  # the additional block, which receives the skipped tokens
 
     def store(self, layer, key, value, rows):
         last = self.keys[layer].view(-1, key.shape[-1]).shape[0] - 1
@@ -38,7 +42,17 @@ def sizes_of_engine(engine):
 
 
 def run(engine, seed, *, poisoned=None, count=14):
-    """Requests of all kinds that come and go; answers by name. `poisoned` runs before each step."""
+    """Answer random requests that arrive at random times, and return their tokens.
+
+    Args:
+        engine: an engine without requests.
+        seed: the seed of the random requests.
+        poisoned: a function that is called with the engine before each step, or None.
+        count: the number of requests.
+
+    Returns:
+        The generated tokens for each pair of a request id and the index of a choice.
+    """
     rng = random.Random(seed)
     waiting = []
     for number in range(count):

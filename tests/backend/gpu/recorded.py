@@ -1,4 +1,4 @@
-"""A stand-in for captured graphs on a machine without a GPU."""
+"""Replaces CUDA graphs on a machine without a GPU: records operators of torch and repeats them."""
 
 from unittest import mock
 
@@ -6,7 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What reads a tensor's numbers on the host: on a GPU that waits, and ends a capture.
+# Operators that read the numbers of a tensor on the CPU. On a GPU, the CPU would have to wait, and
+# CUDA would abort the capture.
 READERS = {
     *("aten.item", "aten._local_scalar_dense", "aten.is_nonzero", "aten.equal"),
     *("aten.nonzero", "aten.nonzero_numpy", "aten.masked_select", "aten._unique2"),
@@ -14,11 +15,11 @@ READERS = {
 
 
 class CaptureError(Exception):
-    pass
+    """Raised if recorded code calls an operator that CUDA cannot capture."""
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps every operator call with the very tensors that it got and gave."""
+    """A context manager that records each call of an operator with its input and output tensors."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +37,7 @@ class Recorder(TorchDispatchMode):
 
     @torch.inference_mode()
     def replay(self):
-        """Repeat the operators on the very same tensors."""
+        """Call the recorded operators again, and write the results into the recorded outputs."""
         for func, args, kwargs, out in self.calls:
             found = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
@@ -45,16 +46,20 @@ class Recorder(TorchDispatchMode):
 
 
 def record(work):
-    """Capture work as CUDA does: a replay repeats its operators and runs none of its Python.
+    """Call the function `work` twice, and return a function that replays it.
 
-    Numbers that the host knew are frozen; what was computed from tensors before is not computed
-    again.
+    As with a CUDA graph, a replay repeats the operators of torch, but runs no Python code of
+    `work`. Numbers of Python in `work` keep the values that they had during the recording.
     """
     return record_pieces(lambda _: work())
 
 
 def record_pieces(work):
-    """Capture work in pieces: `work` gets a function that ends a piece, as in GraphCapture."""
+    """Record `work` in pieces, and return a function that replays it.
+
+    See `GraphCapture.capture_pieces`: `work` receives a function that ends a piece. Its argument is
+    a function that runs between two pieces, both in the recording and in each replay.
+    """
     work(lambda between: between())
     parts = []
     tape = Recorder()
@@ -66,7 +71,7 @@ def record_pieces(work):
         tape = Recorder()
         tape.__enter__()
 
-    # Code of transformers asks for this before it reads tensors to warn about them.
+    # Some code of transformers reads tensors to write warnings, unless a capture is in progress.
     asked = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
     with asked:
         tape.__enter__()
@@ -84,7 +89,10 @@ def record_pieces(work):
 
 
 class Rerun:
-    """A replay that runs all of the work again: for kernels, which the interpreter runs."""
+    """A capture whose replay calls the whole function again.
+
+    Tests with kernels need this class, because the `Recorder` cannot record calls of kernels.
+    """
 
     def __call__(self, work):
         return work

@@ -1,18 +1,26 @@
-"""The sampling kernel's arithmetic by its definition: sorted and summed up, row by row."""
+"""The reference implementation of the sampling kernel, which sorts and sums each row with numpy."""
 
 import numpy as np
 import torch
 
+# The kernel adds weights as integers, without rounding. The weight 1 is this integer.
 LARGEST_SHARE = 2**40
 
 
 def settings_of(*rows):
-    """Rows of (temperature, top_p, top_k, min_p, uniform) as the kernel takes them."""
+    """Return the array of settings for the kernel.
+
+    Each row of logits has a tuple (temperature, top_p, top_k, min_p, uniform). The last number is
+    random and in [0, 1).
+    """
     return np.array(rows, dtype=np.float64).T.copy()
 
 
 def shares_of(logits, temperature):
-    """Weights of a row as float32 and as whole 2 ** -40ths."""
+    """Return the weights of the tokens of a row as float32, and as integers in units of 2 ** -40.
+
+    The likeliest token has the weight 1.
+    """
     factor = np.float32(1.4426950408889634) / np.float32(temperature)
     greatest = np.float32(np.nanmax(logits))
     with np.errstate(under="ignore", over="ignore", invalid="ignore"):
@@ -22,7 +30,10 @@ def shares_of(logits, temperature):
 
 
 def kept_of(weights, shares, top_p, top_k, min_p):
-    """Which tokens min_p, top_k and top_p keep, in this order; ties with the last one stay."""
+    """Return a mask of the tokens that remain after min_p, top_k and top_p, applied in this order.
+
+    Tokens with the same weight as the last remaining token also remain.
+    """
     kept = (weights >= np.float32(min_p)) & (weights > 0)
     if 0 < top_k < len(weights) and kept.sum() > top_k:
         kept &= weights >= np.sort(weights[kept])[::-1][top_k - 1]
@@ -30,14 +41,18 @@ def kept_of(weights, shares, top_p, top_k, min_p):
         order = np.argsort(-weights[kept], kind="stable")
         above = np.cumsum(shares[kept][order]) - shares[kept][order]
         wanted = max(1.0, np.ceil(float(np.float32(top_p)) * float(shares[kept].sum())))
-        # Whoever ties with the last of the nucleus has no more above it than that one.
+        # The nucleus ends with the first token at which the sum of the weights reaches the limit.
+        # Tokens with the same weight as this last token also remain.
         last = weights[kept][order][np.flatnonzero(above < wanted)[-1]]
         kept &= weights >= last
     return kept
 
 
 def sample(logits, raw, settings):
-    """Token ids, log-probabilities and whether a choice was possible, as lists."""
+    """Return the sampled token ids, their log-probabilities, and whether a token was allowed.
+
+    The arguments and the three results are described at `gpu_sampling.sample`.
+    """
     found = []
     rows = zip(logits.float().numpy(), raw.float(), settings.T, strict=True)
     for row, own, (temperature, top_p, top_k, min_p, uniform) in rows:

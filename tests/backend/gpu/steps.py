@@ -1,4 +1,4 @@
-"""Steps over a paged cache for comparing kinds of attention."""
+"""Runs attention over a paged KV cache, so that tests can compare implementations of attention."""
 
 import itertools
 import random
@@ -13,7 +13,9 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 
-# (cached, new) tokens of each sequence: decodes short and long, prompts with and without a start.
+# The numbers of cached tokens and of new tokens of each sequence. Four sequences of different
+# lengths are in the decode phase. The last two sequences are prompts, without and with cached
+# tokens.
 SMALL = [(0, 1), (15, 1), (16, 1), (70, 1), (0, 23), (37, 9)]
 
 SPECS = {
@@ -39,7 +41,10 @@ SPECS = {
 
 
 def sampled(values, *representative):
-    """The values as parameters of a test. Those not in `representative` only run in long runs."""
+    """Return test parameters for `values`. Values that are not `representative` are marked `long`.
+
+    Example: `sampled([16, 64], 64)` returns 16 with the mark `long`, and 64 without a mark.
+    """
     params = []
     for value in values:
         arguments = value if isinstance(value, tuple) else (value,)
@@ -49,7 +54,10 @@ def sampled(values, *representative):
 
 
 class Steps:
-    """Sequences over one cache: first the tokens that are cached, then the step under test."""
+    """Sequences in one KV cache, with random queries, keys and values.
+
+    `fill` stores the cached tokens. `run` then computes attention for the new tokens in one step.
+    """
 
     def __init__(
         self, cache_type, spec, dtype, device, *, shapes=None, block=16, seed=0, rounded=None
@@ -79,13 +87,18 @@ class Steps:
             sequence.row = row
             sequence.block_table = list(itertools.islice(free, count))
             self._requests.append(sequence)
-        # The data type to which numbers are rounded before they are converted into dtype.
+        # Random numbers are rounded to this data type before they are converted to `dtype`. An
+        # implementation in float32 can thus get the same numbers as one in half precision.
         self._rounded = rounded or dtype
         self._random = torch.Generator().manual_seed(seed)
         self._sinks = self._randn(spec.num_heads).to(device) if spec.has_sinks else None
 
     def fill(self, *, poison=()):
-        """Store the keys and values of the cached tokens; NaN at (row, first position, end)."""
+        """Store random keys and values for the cached tokens.
+
+        Each item of `poison` is a tuple (row, start, end). The keys and values of this row are NaN
+        from position `start` to position `end`, exclusive.
+        """
         spec, size = self.spec, self.cache.values[0].shape[2]
         for row, (sequence, (cached, _)) in enumerate(
             zip(self._requests, self.shapes, strict=True)
@@ -105,7 +118,7 @@ class Steps:
         return self
 
     def run(self):
-        """Attention of the step under test, [num_tokens, num_heads, value_dim] on the host."""
+        """Return attention for the new tokens: [num_tokens, num_heads, value_dim] on the CPU."""
         chunks = [
             Chunk(sequence, cached, new, True, True, 1)
             for sequence, (cached, new) in zip(self._requests, self.shapes, strict=True)
@@ -118,7 +131,7 @@ class Steps:
     def _step(self, chunks):
         spec, num_tokens = self.spec, sum(chunk.num_tokens for chunk in chunks)
         batch = self._builder.build(StepPlan(chunks, num_tokens), self.device)
-        # Models return such views, with the heads moved to the front.
+        # The tensors are transposed views, because models also pass such views to attention.
         query = self._randn(1, num_tokens, spec.num_heads, spec.key_dim)
         key = self._randn(1, num_tokens, spec.num_kv_heads, spec.key_dim)
         value = self._randn(1, num_tokens, spec.num_kv_heads, spec.value_dim)

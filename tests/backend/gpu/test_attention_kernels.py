@@ -23,7 +23,10 @@ TOLERANCE = {
 
 
 def both(spec, dtype, device, **options):
-    """Attention by the kernels, and by the reference in float32 on the same numbers."""
+    """Return attention from the kernels in `dtype`, and from the reference in float32.
+
+    The queries, keys and values of both are the same numbers.
+    """
     return [
         Steps(kind, spec, used, device, rounded=dtype, **options).fill().run().float()
         for kind, used in ((GpuKVCache, dtype), (KVCache, torch.float32))
@@ -35,8 +38,8 @@ def check(spec, device, dtype=torch.float32, **options):
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
-# Every branch of the kernels: groups of any size, divided keys, padded sizes, windows, chunks,
-# softcap and sinks.
+# Together, these layers run every branch of the kernels: groups of query heads of different sizes,
+# padded sizes, keys of more than one tile, windows, chunks, softcap and sinks.
 REPRESENTATIVE = (
     *("three query heads a key head", "eleven query heads a key head"),
     *("forty query heads a key head", "keys and values of 192 and 128"),
@@ -64,7 +67,7 @@ def test_attention_in_half_precision_equals_the_reference_within_its_rounding(na
 @pytest.mark.parametrize(
     "name", sampled(["as many key heads as query heads", "sinks", "softcap"], "sinks")
 )
-def test_a_long_sequence_is_cut_into_parts_that_add_up(name, device):
+def test_the_parts_of_a_long_sequence_are_combined_correctly(name, device):
     check(SPECS[name], device, shapes=[(700, 1), (3, 1)])
 
 
@@ -73,7 +76,7 @@ def test_parts_of_a_long_sequence_begin_at_its_window(device):
     check(spec, device, shapes=[(700, 1), (150, 1)])
 
 
-def test_decodes_of_very_different_lengths_go_in_one_launch(device):
+def test_one_launch_computes_sequences_of_very_different_lengths(device):
     check(LayerSpec(2, 1, 16, 16), device, shapes=[(400, 1), (5, 1), (3, 1), (0, 1), (2, 1)])
 
 
@@ -82,7 +85,7 @@ def test_blocks_may_have_any_size(block, device):
     check(LayerSpec(2, 1, 16, 16), device, shapes=[(40, 1), (7, 1), (11, 9)], block=block)
 
 
-def test_many_prompts_go_in_one_launch_and_long_tiles_come_first(device, monkeypatch):
+def test_one_launch_computes_many_prompts_and_starts_with_long_tiles(device, monkeypatch):
     launches = []
     plain = gpu_attention.prefill
 
@@ -98,7 +101,7 @@ def test_many_prompts_go_in_one_launch_and_long_tiles_come_first(device, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
-def test_what_is_not_a_number_shows_in_its_own_sequence_only(device):
+def test_nan_affects_only_its_own_sequence(device):
     steps = Steps(GpuKVCache, SPECS["three query heads a key head"], torch.float32, device)
     clean = Steps(GpuKVCache, SPECS["three query heads a key head"], torch.float32, device)
     found = steps.fill(poison=[(1, 2, 3), (5, 0, 1)]).run()
@@ -112,7 +115,7 @@ def test_what_is_not_a_number_shows_in_its_own_sequence_only(device):
 @pytest.mark.parametrize(
     "window", [LayerWindow(size=21), LayerWindow(chunk=40)], ids=["window", "chunk"]
 )
-def test_what_no_token_sees_any_more_is_not_read(window, device):
+def test_keys_outside_the_window_of_all_tokens_are_not_read(window, device):
     shapes, spec = [(70, 1), (70, 6)], LayerSpec(4, 2, 16, 16, window)
     first = 50 if window.size else 40
     steps = Steps(GpuKVCache, spec, torch.float32, device, shapes=shapes)
@@ -129,7 +132,7 @@ def test_the_null_block_stays_zero(device):
 
 
 @pytest.mark.parametrize("heads", [3, 130])
-def test_a_write_puts_every_head_where_a_gather_finds_it_and_skips_negative_slots(heads, device):
+def test_gather_returns_the_stored_heads_and_store_skips_negative_slots(heads, device):
     spec = LayerSpec(heads, heads, 24, 10)
     cache = GpuKVCache([spec], num_blocks=3, block_size=4, dtype=torch.float32, device=device)
     key = torch.randn(5, heads, 24, device=device).transpose(0, 1)
@@ -147,7 +150,7 @@ def test_a_write_puts_every_head_where_a_gather_finds_it_and_skips_negative_slot
 
 
 @pytest.mark.parametrize("tuning", [Tuning(16, 16, 4, 2), Tuning(64, 128, 4, 2)], ids=str)
-def test_any_tuning_gives_the_same(tuning, device, monkeypatch):
+def test_the_results_do_not_depend_on_the_tuning(tuning, device, monkeypatch):
     device_with_table = Device({name: [Entry(256, 4, tuning)] for name in KERNELS})
     monkeypatch.setattr(gpu_attention, "device_of", lambda device: device_with_table)
     check(LayerSpec(6, 2, 16, 16, LayerWindow(size=21), has_sinks=True), device)
@@ -176,7 +179,10 @@ def test_real_shapes_equal_the_reference_on_a_gpu(spec, dtype, device):
 
 @pytest.fixture(params=list(Float8)[1:], ids=lambda way: way.name)
 def float8(request, device, monkeypatch):
-    """Each way in which kernels make numbers of 8-bit floats, as far as the device has it."""
+    """A method by which the kernels convert 8-bit floating point numbers.
+
+    The test is skipped if the GPU does not support the method.
+    """
     if device.type == "cuda" and request.param is Float8.DEVICE is not float8_of(device):
         pytest.skip("this device does not convert 8-bit floating point itself")
     monkeypatch.setattr(gpu_attention, "float8_of", lambda device: request.param)
@@ -193,7 +199,8 @@ def check_scaled(kinds, name, device, dtype=torch.float32):
     found, expected = [
         Steps(kind, SPECS[name], dtype, device).fill().run().float() for kind in kinds
     ]
-    # The reference takes a new prompt's own keys before they are rounded.
+    # The first four sequences are in the decode phase. For the prompts after them, the reference
+    # uses the keys and values of new tokens before these are rounded to 8 bits.
     exact = 2e-5 if dtype == torch.float32 else TOLERANCE[dtype]["atol"]
     torch.testing.assert_close(found[:4], expected[:4], atol=exact, rtol=exact)
     rounding = 0.25 if kinds[1] is Float8KVCache else 5e-2
@@ -213,12 +220,16 @@ def test_attention_over_8_bit_floats_equals_the_reference_within_their_rounding(
 
 
 @pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float16], torch.bfloat16))
-def test_8_bit_floats_serve_models_in_half_precision(dtype, device, float8):
+def test_8_bit_floats_work_with_models_in_half_precision(dtype, device, float8):
     check_scaled((GpuFloat8KVCache, Float8KVCache), "heads of 96", device, dtype)
 
 
 def written(kinds, key, value, device):
-    """The caches that the kernel and the reference write."""
+    """Return two caches with the same keys and values.
+
+    The kernel stores the keys and values in the first cache, and the reference stores them in the
+    second cache.
+    """
     num_heads, num_tokens, key_dim = key.shape
     spec = LayerSpec(num_heads, num_heads, key_dim, value.shape[2])
     slots = torch.arange(4, 4 + num_tokens, device=device)
@@ -249,20 +260,21 @@ def odd_vectors(device):
     return key, value
 
 
-def test_integers_are_written_as_the_reference_writes_them_and_odd_numbers_show(device):
+def test_the_kernel_stores_the_same_integers_as_the_reference_and_reports_nan(device):
     ours, theirs = written((GpuInt8KVCache, Int8KVCache), *odd_vectors(device), device)
     for name in ("key_scales", "value_scales"):
         found, expected = getattr(ours, name)[0], getattr(theirs, name)[0]
         torch.testing.assert_close(found, expected, equal_nan=True)
         assert found.isnan().sum() == 1
     for name, factors in (("keys", theirs.key_scales), ("values", theirs.value_scales)):
-        # What is next to nothing may be any next to nothing.
+        # Vectors with tiny scales (below 1e-38) are not compared, because their integers depend on
+        # rounding errors.
         is_plain = (factors[0] > 1e-38)[..., None]
         difference = getattr(ours, name)[0].int() - getattr(theirs, name)[0].int()
         assert (difference.abs() * is_plain).max() <= 1
 
 
-def test_8_bit_floats_are_written_as_the_reference_writes_them_and_odd_numbers_show(device, float8):
+def test_the_kernel_stores_the_same_8_bit_floats_as_the_reference_and_reports_nan(device, float8):
     ours, theirs = written((GpuFloat8KVCache, Float8KVCache), *odd_vectors(device), device)
     for name in ("keys", "values"):
         scales, expected = getattr(ours, name[:-1] + "_scales")[0], getattr(theirs, name)[0]
@@ -271,20 +283,21 @@ def test_8_bit_floats_are_written_as_the_reference_writes_them_and_odd_numbers_s
         )
         assert scales.isnan().sum() == 1
         is_plain = (scales > 1e-38)[..., None]
-        # Neighbouring numbers have neighbouring bytes.
+        # If two 8-bit numbers are neighbours, their bytes differ by one.
         difference = getattr(ours, name)[0].int() - expected.int()
         assert (difference.abs() * is_plain).max() <= 1
         assert ((difference != 0) & is_plain).float().mean() < 0.01
-        # No byte means "not a number": that is for the factor to say.
+        # A NaN is stored only in the scale of its vector. No byte of the vector may encode NaN.
         assert ((getattr(ours, name)[0] & 0x7F) != 0x7F).all()
 
 
-def test_every_8_bit_float_is_written_as_itself_and_halves_go_to_even(device, float8):
+def test_every_8_bit_float_is_stored_exactly_and_halves_are_rounded_to_even(device, float8):
     whole = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = (whole[1:] + whole[:-1]) / 2
-    # Two tokens of many heads: few programs, which is what the interpreter's time goes by.
+    # The numbers are in two tokens with 253 heads, because the interpreter takes time for each
+    # program of the kernel, and two tokens need few programs.
     key = torch.cat((whole, -whole, between, -between)).view(253, 2, 1).repeat(1, 1, 2)
-    # The factor is one.
+    # The largest number of each vector is 448, the largest 8-bit float, so that the scale is 1.
     key[..., 1] = 448.0
     key = key.to(device)
     ours, theirs = written((GpuFloat8KVCache, Float8KVCache), key, key, device)

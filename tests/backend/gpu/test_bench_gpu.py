@@ -1,4 +1,4 @@
-"""The comparisons and the search of tile sizes that the GPU benchmarks run."""
+"""Tests of the GPU benchmarks: the comparisons of kernels, and the search for tile sizes."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ import torch
 from loadtest.gpu.lines import Rank
 
 
-def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
+def test_a_kernel_that_differs_from_its_reference_stops_the_benchmark(device, monkeypatch):
     from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
 
@@ -31,7 +31,7 @@ def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("GpuInt8KVCache", 1.01), ("GpuFloat8KVCache", 1.08)])
-def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
+def test_8_bit_numbers_with_more_than_the_rounding_error_stop_the_benchmark(
     device, monkeypatch, kind, factor
 ):
     from nereid_backend.attention.gpu import gpu_attention
@@ -56,7 +56,7 @@ def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
         )
 
 
-def test_a_cache_write_that_differs_from_its_twin_stops_it(device, monkeypatch):
+def test_a_cache_write_that_differs_from_its_reference_stops_the_benchmark(device, monkeypatch):
     from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
 
@@ -71,7 +71,9 @@ def lines_of(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
 
 
-def test_a_comparison_that_fails_is_reported_and_the_others_go_on(device, monkeypatch, capsys):
+def test_a_failed_comparison_is_reported_and_the_other_comparisons_continue(
+    device, monkeypatch, capsys
+):
     from loadtest.gpu import kernel_parts
 
     def check(name, spec, shapes, dtype, device, kind):
@@ -89,7 +91,7 @@ def test_a_comparison_that_fails_is_reported_and_the_others_go_on(device, monkey
     assert wrong[0].endswith("float32: OutOfMemoryError: CUDA out of memory.")
 
 
-def test_processes_share_the_comparisons_without_a_gap(device, monkeypatch, capsys):
+def test_several_processes_together_run_each_comparison_once(device, monkeypatch, capsys):
     from loadtest.gpu import kernel_parts
 
     monkeypatch.setattr(kernel_parts, "check", lambda *_: 0.0)
@@ -113,7 +115,7 @@ def test_a_search_writes_its_table_into_the_folder_of_results(
     assert kernels["decode"][0]["max_dim"] == kernels["prefill"][0]["max_dim"] == 16
 
 
-def test_a_measurement_follows_100_ms_of_replays_and_launches_no_kernel_itself(monkeypatch):
+def test_a_measurement_starts_after_100_ms_of_replays_and_only_replays(monkeypatch):
     from loadtest.gpu import gpu_kernels
 
     log = []

@@ -1,4 +1,7 @@
-"""The lines that talk to CUDA, on a stand-in that keeps account as torch's allocator does."""
+"""Tests of the code that captures CUDA graphs, with a fake in place of torch's CUDA functions.
+
+The fake counts captures and users of the memory pool, as torch's allocator does.
+"""
 
 from contextlib import nullcontext
 
@@ -11,7 +14,17 @@ POOL = (0, 1)
 
 
 class Cuda:
-    """One device's captures: which are under way for the allocator, and who uses the pool."""
+    """The state of the fake for one GPU.
+
+    Attributes:
+        under_way: the memory pools for which the allocator believes that a capture is in progress.
+        users: the number of graphs that use the memory pool.
+        is_given_up: whether CUDA has aborted the capture.
+        fails_at_instantiation: whether there is too little memory for the captured graph.
+        free: the free memory of the GPU in bytes.
+        segments: the memory segments that the allocator has cached.
+        log: the recorded events.
+    """
 
     def __init__(self):
         self.under_way = []
@@ -41,6 +54,7 @@ class Cuda:
         assert self.users >= 0
 
     def read(self):
+        """Read from the GPU during a capture, so that CUDA aborts the capture."""
         self.is_given_up = True
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
@@ -82,19 +96,19 @@ def cuda(monkeypatch):
     return found
 
 
-def test_a_capture_that_cuda_gives_up_is_over_for_the_allocator(cuda):
+def test_the_allocator_ends_a_capture_that_cuda_aborts(cuda):
     work = [lambda: None, cuda.read]
     with pytest.raises(RuntimeError, match="when stream is capturing"):
         cuda_capture.capture_on(DEVICE)(lambda: work.pop(0)())
     assert cuda.under_way == []
     assert cuda.users == 0
-    # The allocator of pinned memory goes on asking the graph.
+    # torch's allocator of pinned memory still uses the failed graph, so the graph is kept.
     assert len(cuda_capture._failed_captures) == 1
 
 
-def test_a_capture_that_cuda_gives_up_silently_is_over_for_the_allocator(cuda):
+def test_the_allocator_ends_a_capture_that_cuda_aborts_without_an_error(cuda):
     def work():
-        cuda.is_given_up = True  # by a library that keeps the error to itself
+        cuda.is_given_up = True  # a library does not report CUDA's error
 
     with pytest.raises(RuntimeError, match="previous error"):
         cuda_capture.capture_on(DEVICE)(work)
@@ -102,17 +116,17 @@ def test_a_capture_that_cuda_gives_up_silently_is_over_for_the_allocator(cuda):
     assert cuda.users == 0
 
 
-def test_work_that_fails_by_itself_ends_its_capture(cuda):
+def test_an_error_in_the_captured_code_ends_the_capture(cuda):
     work = [lambda: None, lambda: 1 / 0]
     with pytest.raises(ZeroDivisionError):
         cuda_capture.capture_on(DEVICE)(lambda: work.pop(0)())
     assert cuda.under_way == []
-    # The graph is whole, and gives the pool back itself.
+    # The capture itself succeeded. The graph releases the pool when the graph is deleted.
     assert cuda.users == 1
     assert cuda_capture._failed_captures == []
 
 
-def test_a_graph_for_which_there_is_no_memory_gives_its_pool_back_itself(cuda):
+def test_a_graph_without_enough_memory_releases_its_pool_itself(cuda):
     cuda.fails_at_instantiation = True
     with pytest.raises(RuntimeError, match="out of memory"):
         cuda_capture.capture_on(DEVICE)(lambda: None)
@@ -159,7 +173,7 @@ def test_pieces_are_replayed_in_their_order_with_the_work_between_them(cuda):
             cut(lambda number=number: cuda.log.append(number))
 
     replay = cuda_capture.capture_on(DEVICE).capture_pieces(work)
-    # The work runs once before the capture, together with the work between the pieces.
+    # Before the capture, all functions run once, including the functions between the pieces.
     assert cuda.log == ["code", 0, "code", 1, "code", "code"]
     assert cuda.users == 3
     assert cuda.under_way == []
@@ -169,7 +183,7 @@ def test_pieces_are_replayed_in_their_order_with_the_work_between_them(cuda):
     assert cuda.log == ["graph", 0, "graph", 1, "graph"] * 2
 
 
-def test_a_piece_that_cuda_gives_up_ends_the_capture(cuda):
+def test_a_piece_that_cuda_aborts_ends_the_capture(cuda):
     num_calls = 0
 
     def work(cut):
@@ -182,5 +196,5 @@ def test_a_piece_that_cuda_gives_up_ends_the_capture(cuda):
     with pytest.raises(RuntimeError, match="when stream is capturing"):
         cuda_capture.capture_on(DEVICE).capture_pieces(work)
     assert cuda.under_way == []
-    # The first piece was captured and gives the pool back by itself.
+    # The first piece was captured. Its graph releases the pool when the graph is deleted.
     assert cuda.users == 1

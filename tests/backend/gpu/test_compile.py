@@ -1,4 +1,7 @@
-"""The interpreter takes more than the compiler does; compiling for a GPU needs none."""
+"""Tests that all kernels compile for several GPUs.
+
+The interpreter accepts code that the compiler rejects. The compiler needs no GPU.
+"""
 
 import json
 import os
@@ -16,6 +19,7 @@ PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05
 
 
 def compiled(folder, *options):
+    """Compile kernels in a new process, and return one dict with measurements for each kernel."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
@@ -32,14 +36,15 @@ def compiled(folder, *options):
 
 
 def check_resources(line):
+    """Check the shared memory, the spilled registers and the matrix instructions of a kernel."""
     capability = divmod(line["capability"], 10)
     assert line["shared_bytes"] <= shared_bytes(capability), line
     assert line["stack_bytes"] == 0, line
     if line["dtype"] == "float32":
-        # Tensor cores would round the numbers.
+        # Tensor cores would round float32 numbers.
         assert line["products"] == [], line
         return
-    # Small tiles of large heads do not fit into the instructions for large products.
+    # With heads of 512, the tiles are too small for the instructions for large products.
     if line["kernel"] == "prefill_kernel" and line["spec"] != "512":
         assert PRODUCTS[line["capability"]] in line["products"], line
     if line["kernel"] == "decode_kernel":
@@ -47,7 +52,10 @@ def check_resources(line):
 
 
 def check_prefetch(line):
-    """With 0 copies in flight, each iteration would wait for all copies before it computes."""
+    """Check that a kernel copies the next tile while it computes the current tile.
+
+    With 0 copies in flight, each iteration would wait for all copies before it computes.
+    """
     if line["kernel"] in ATTENTION and line["dtype"] != "float32":
         assert line["copies_in_flight"] > 0, line
 
@@ -64,7 +72,7 @@ def test_every_kernel_compiles_for_gpus_of_two_generations(lines):
     }
 
 
-def test_no_kernel_takes_more_than_the_device_has_or_runs_out_of_registers(lines):
+def test_no_kernel_needs_too_much_shared_memory_or_too_many_registers(lines):
     for line in lines:
         check_resources(line)
 

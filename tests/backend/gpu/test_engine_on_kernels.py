@@ -1,4 +1,4 @@
-"""Whole engines whose attention goes through the kernels, where these run."""
+"""Tests that an engine with the GPU kernels gives the answers of an engine with the reference."""
 
 import pytest
 from backend.gpu.engines import with_one_key_head
@@ -14,8 +14,10 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def answers(folder, kind, monkeypatch, **settings):
+    """Return the answers of an engine with the cache class `kind`, and the engine's information."""
     monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *args: kind)
-    # On a GPU, all layers form one group. This engine runs the kernels for GPUs on a CPU.
+    # On a GPU, all layers form one group. This engine runs the kernels on a CPU, so the test has to
+    # choose one group.
     monkeypatch.setattr(
         startup,
         "choose_layer_groups",
@@ -40,7 +42,9 @@ def answers(folder, kind, monkeypatch, **settings):
         engine.close()
 
 
-def test_an_engine_answers_on_the_kernels_as_on_the_reference(tmp_path, device, monkeypatch):
+def test_an_engine_gives_the_same_answers_with_the_kernels_and_the_reference(
+    tmp_path, device, monkeypatch
+):
     if device.type != "cpu":
         pytest.skip("on a GPU the engine takes the kernels by itself")
     folder = with_one_key_head("gpt_oss").save(tmp_path)  # windows and sinks
@@ -51,7 +55,9 @@ def test_an_engine_answers_on_the_kernels_as_on_the_reference(tmp_path, device, 
 
 
 @pytest.mark.parametrize("stored", sampled(["int8", "fp8"], "fp8"))
-def test_an_engine_on_the_kernels_answers_from_8_bits(stored, tmp_path, device, monkeypatch):
+def test_an_engine_with_the_kernels_answers_from_an_8_bit_cache(
+    stored, tmp_path, device, monkeypatch
+):
     if device.type != "cpu":
         pytest.skip("on a GPU the engine takes the kernels by itself")
     folder = with_one_key_head("llama", num_hidden_layers=1).save(tmp_path)

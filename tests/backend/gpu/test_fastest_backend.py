@@ -1,4 +1,8 @@
-"""Attention libraries are used where they give the reference's results and are faster."""
+"""Tests that the engine uses an attention library only if it is both correct and faster.
+
+A library is correct if its results equal the results of the reference implementation. It must be
+faster than Nereid's own kernels.
+"""
 
 import logging
 import sys
@@ -24,7 +28,10 @@ CPU = torch.device("cpu")
 
 
 class ReferenceBackend:
-    """An attention library that computes with the reference."""
+    """A fake attention library that computes with the reference implementation.
+
+    The results are multiplied by `factor`. If `error` is given, the library raises this error.
+    """
 
     name = "a library"
     situations = frozenset(Situation)
@@ -51,7 +58,7 @@ class ReferenceBackend:
 
 @pytest.fixture(autouse=True)
 def reference_kernels(monkeypatch):
-    """The project's kernels are replaced by the reference, which needs no interpreter."""
+    """Replace Nereid's own kernels with the reference, which is faster than the interpreter."""
     own = ReferenceBackend()
     monkeypatch.setattr(
         gpu_attention,
@@ -70,7 +77,11 @@ def reference_kernels(monkeypatch):
 
 
 def choose(backends, times, spec=SPEC):
-    """The choice, where `times` are the measured milliseconds: own kernels first, in each turn."""
+    """Return the fastest library for each situation of a layer, given measured times.
+
+    `times` contains the times in milliseconds, situation by situation: first the time of Nereid's
+    own kernels, then the time of each library.
+    """
     left = iter(times)
     layer = TrialLayer(GpuKVCache, spec, 4, torch.float32, CPU)
     return fastest_backend.fastest_backends([layer], backends, timer=lambda work: next(left))
@@ -129,7 +140,10 @@ def test_sdpa_of_prompts_equals_the_reference(monkeypatch):
 
 
 def paged_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-    """What torch documents about varlen_attn with a block table, computed by definition."""
+    """A fake of torch's `varlen_attn` with a block table.
+
+    The function follows the documentation of torch and computes attention by its definition.
+    """
     assert cu_seq_k is None
     assert (
         cu_seq_q.dtype == options["seqused_k"].dtype == options["block_table"].dtype == torch.int32
@@ -166,7 +180,10 @@ def test_variable_length_attention_equals_the_reference(monkeypatch, window):
 
 
 class PrefillWrapper:
-    """What FlashInfer documents about its wrapper with the layout HND, computed by definition."""
+    """A fake of FlashInfer's wrapper for prefills with the layout HND.
+
+    The class follows the documentation of FlashInfer and computes attention by its definition.
+    """
 
     num_plans = 0
 
@@ -222,5 +239,6 @@ def test_flashinfer_gets_the_blocks_and_lengths_of_the_prefills(monkeypatch, win
     spec = LayerSpec(4, 2, 16, 16, window)
     chosen = choose([backend], [2.0, 1.0] * 2, spec)
     assert set(chosen) == {(spec, Situation.PROMPT), (spec, Situation.CHUNK)}
-    # Each of the two compared steps is planned once. The timer of this test runs nothing.
+    # The choice compares two steps with the reference, and each step is planned once. The fake
+    # timer of this test runs no further steps.
     assert PrefillWrapper.num_plans == 2

@@ -1,4 +1,8 @@
-"""The check at load accepts correct kernels and rejects wrong ones; the reference then serves."""
+"""Tests of the check that compares the GPU kernels with the reference when a model is loaded.
+
+The check accepts correct kernels and rejects wrong kernels. If it rejects the kernels, the engine
+uses the reference implementation.
+"""
 
 import pytest
 import torch
@@ -19,18 +23,18 @@ ODD = LayerSpec(4, 2, 24, 10, LayerWindow(size=60), 5.0, True)
 
 @pytest.fixture(autouse=True)
 def large_tiles(monkeypatch):
-    """The interpreter's time goes by tiles, not by their size."""
+    """Use large tiles, because the interpreter then needs fewer iterations and less time."""
     cut = Tuning(64, 128, 4, 2)
     table = {name: [Entry(256, size, cut) for size in (1, 2, 4)] for name in KERNELS}
     monkeypatch.setattr(gpu_attention, "device_of", lambda device: Device(table))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_that_are_right_pass(kind, device):
+def test_correct_kernels_pass(kind, device):
     assert gpu_check.check_kernels(TrialLayer(kind, ODD, 16, torch.float32, device)) < 1e-4
 
 
-def test_kernels_that_are_right_pass_in_half_precision(device):
+def test_correct_kernels_pass_in_half_precision(device):
     assert (
         1e-4
         < gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 5, torch.bfloat16, device))
@@ -38,7 +42,9 @@ def test_kernels_that_are_right_pass_in_half_precision(device):
     )
 
 
-def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monkeypatch):
+def test_the_check_uses_sequences_that_are_long_enough_for_all_branches_of_the_kernels(
+    device, monkeypatch
+):
     launched = []
     plain = decode_splits.split_size_and_count
 
@@ -47,24 +53,29 @@ def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monke
         return launched[-1]
 
     monkeypatch.setattr(decode_splits, "split_size_and_count", noted)
-    # As on a data-centre GPU.
+    # A large GPU, such as an H100, has 132 multiprocessors.
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
     gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 16, torch.float32, device))
     (_, num_parts), *_ = launched
     assert num_parts > 1
-    # A tile of keys that all tokens of a chunk see.
+    # With at least 128 cached tokens, the kernel computes a tile of keys without a mask, because
+    # all tokens of the chunk attend to all keys of the tile.
     assert max(cached for cached, _ in gpu_check._STEP.prefills) >= 128
 
 
 def break_part(name, monkeypatch):
-    """Make one part of the work wrong, such as only long sequences or late rows show."""
+    """Make the kernel `name` compute wrong results.
+
+    The error in "decode" affects only a long sequence, and the error in "prefill" affects only the
+    last token of a step.
+    """
     plain = getattr(gpu_attention, name)
 
     def store(key, value, call, slots):
         plain(key * 1.1, value, call, slots)
 
     def decode(query, call, rows, out, tuning):
-        # As if the reduction forgot the sequence's last part.
+        # The kernel ignores the last 100 tokens of a sequence, as if the reduction ignored a part.
         rows.lens[0] -= 100
         plain(query, call, rows, out, tuning)
         rows.lens[0] += 100
@@ -82,14 +93,14 @@ def break_part(name, monkeypatch):
     ("name", "kind"),
     [("store", kind) for kind in KINDS[1:]] + [("decode", GpuKVCache), ("prefill", GpuKVCache)],
 )
-def test_kernels_that_are_wrong_are_noticed(name, kind, device, monkeypatch):
+def test_wrong_kernels_are_detected(name, kind, device, monkeypatch):
     break_part(name, monkeypatch)
     with pytest.raises(gpu_check.KernelError, match=r"differ|stored other keys"):
         gpu_check.check_kernels(TrialLayer(kind, PLAIN, 16, torch.float32, device))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
-def test_an_answer_that_is_not_a_number_is_noticed(device, monkeypatch):
+def test_nan_in_the_output_is_detected(device, monkeypatch):
     plain = gpu_attention.decode
 
     def odd(query, call, rows, out, tuning):
@@ -105,7 +116,7 @@ def test_an_answer_that_is_not_a_number_is_noticed(device, monkeypatch):
     ("kind", "plain"),
     [(GpuKVCache, KVCache), (GpuInt8KVCache, Int8KVCache), (GpuFloat8KVCache, Float8KVCache)],
 )
-def test_where_kernels_fail_the_reference_serves_and_the_log_says_why(
+def test_if_the_kernels_fail_the_reference_is_used_and_the_log_gives_the_reason(
     kind, plain, monkeypatch, caplog
 ):
     tried = []

@@ -28,11 +28,15 @@ CPU = torch.device("cpu")
 
 
 def rows_of(*bounds):
+    """Return groups of sequences in the decode phase.
+
+    Each group is a pair: the number of sequences, and the length of the longest sequence in tokens.
+    """
     nothing = torch.zeros(1, dtype=torch.int64)
     return DecodeRows(sum(c for c, _ in bounds), list(bounds), *[nothing] * 4)
 
 
-def test_attention_has_the_name_of_the_kind_of_cache_and_variants_have_that_of_theirs():
+def test_the_cache_class_determines_the_name_of_the_attention_and_subclasses_inherit_it():
     class Variant(gpu_attention.GpuKVCache):
         pass
 
@@ -43,7 +47,7 @@ def test_attention_has_the_name_of_the_kind_of_cache_and_variants_have_that_of_t
     assert names == ["reference", "native", "triton-language", "triton-language"]
 
 
-def test_8_bits_on_a_gpu_have_caches_of_their_own_and_elsewhere_those_of_that_place():
+def test_8_bit_caches_have_a_class_for_each_device():
     assert (
         choose_backend.rounded_cache_class(gpu_attention.GpuKVCache, "int8")
         is gpu_attention.GpuInt8KVCache
@@ -59,7 +63,7 @@ def test_8_bits_on_a_gpu_have_caches_of_their_own_and_elsewhere_those_of_that_pl
     assert choose_backend.rounded_cache_class(CpuKVCache, "int8") is CpuInt8KVCache
 
 
-def test_a_gpu_without_kernels_for_its_dtype_gets_the_plain_cache_and_the_log_says_why(caplog):
+def test_a_gpu_without_kernels_for_the_dtype_uses_the_reference_cache_and_logs_the_reason(caplog):
     kind = choose_backend.unrounded_cache_class(16, torch.float8_e4m3fn, torch.device("cuda:0"))
     assert kind is KVCache
     assert "float8_e4m3fn" in caplog.text
@@ -72,7 +76,7 @@ def test_the_kernels_need_a_gpu_with_asynchronous_copies(monkeypatch, capability
     assert (reason is None) == (capability >= (8, 0))
 
 
-def test_few_long_sequences_are_cut_into_parts_and_many_are_not(monkeypatch):
+def test_few_long_sequences_are_divided_into_parts_and_many_are_not(monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
     tokens, parts = decode_splits.split_size_and_count(
         rows_of((1, 32768)), LayerWindow(), 8, 64, CPU
@@ -89,11 +93,11 @@ def test_a_window_bounds_the_number_of_parts(monkeypatch):
     tokens, parts = decode_splits.split_size_and_count(
         rows_of((1, 100_000)), LayerWindow(size=512), 8, 64, CPU
     )
-    # The window's first token may lie anywhere in its tile.
+    # The first token of the window can be anywhere in its tile of 64 tokens.
     assert 512 + 64 <= tokens * parts <= 1024
 
 
-def test_a_sequence_never_has_more_parts_than_the_reduction_takes(monkeypatch):
+def test_a_sequence_never_has_more_parts_than_the_reduction_supports(monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 10_000)
     assert (
         decode_splits.split_size_and_count(rows_of((1, 1_000_000)), LayerWindow(), 1, 16, CPU)[1]
@@ -136,7 +140,7 @@ def test_a_broken_table_is_an_error_that_names_the_file(tmp_path, content):
 
 
 @pytest.mark.parametrize("values", [(17, 64, 4, 3), (16, 60, 4, 3), (16, 64, 3, 3), (16, 64, 4, 9)])
-def test_a_tuning_that_no_kernel_can_have_is_refused(values):
+def test_an_impossible_tuning_is_refused(values):
     with pytest.raises(ConfigError):
         Tuning(*values)
 
@@ -154,13 +158,15 @@ def test_tables_in_the_repository_can_be_read():
     ("capability", "conversion"),
     [
         ((8, 0), Float8.BITS),
-        # Triton 3.6 cannot compile the instructions of 8.9.
+        # Triton 3.6 cannot compile the conversion instructions of GPUs with capability 8.9.
         ((8, 9), Float8.BITS),
         ((9, 0), Float8.DEVICE),
         ((12, 0), Float8.DEVICE),
     ],
 )
-def test_numbers_of_8_bits_are_converted_as_the_gpu_can(monkeypatch, capability, conversion):
+def test_8_bit_floats_are_converted_with_the_instructions_of_the_gpu(
+    monkeypatch, capability, conversion
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     convert = gpu_call.float8_of.__wrapped__
     assert convert(torch.device("cuda:0")) is conversion
@@ -169,7 +175,7 @@ def test_numbers_of_8_bits_are_converted_as_the_gpu_can(monkeypatch, capability,
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("dim", [64, 128, 192, 256, 512])
-def test_gpus_for_consumers_share_their_tile_sizes_and_differ_from_hopper(dim, itemsize):
+def test_consumer_gpus_have_equal_tile_sizes_that_differ_from_those_of_hopper(dim, itemsize):
     tunings = {default_tuning("prefill", dim, itemsize, (8, 6))}
     tunings |= {default_tuning("prefill", dim, itemsize, other) for other in ((8, 9), (12, 0))}
     assert len(tunings) == 1
@@ -181,5 +187,5 @@ def test_gpus_for_consumers_share_their_tile_sizes_and_differ_from_hopper(dim, i
     ("capability", "kib"),
     [((8, 0), 163), ((8, 6), 99), ((9, 0), 227), ((10, 0), 227), ((12, 0), 99)],
 )
-def test_programs_on_consumers_gpus_have_less_shared_memory(capability, kib):
+def test_kernels_on_consumer_gpus_have_less_shared_memory(capability, kib):
     assert shared_bytes(capability) == kib * 1024

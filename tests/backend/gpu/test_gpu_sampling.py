@@ -1,4 +1,7 @@
-"""The sampling kernel gives the tokens of its reference, and of the sampler without a kernel."""
+"""Tests that the sampling kernel samples the same tokens as its reference implementation.
+
+The sampler with the kernel is also compared with the sampler without a kernel.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from nereid_backend.sampling import gpu_sampling, random_sampling, sampler
 from nereid_backend.sampling.draft_verification import Position
 
 VOCABS = [1, 3, 700]
+# The values of top_p, top_k and min_p.
 FILTERS = {
     "none": (1.0, 0, 0.0),
     "top_p": (0.9, 0, 0.0),
@@ -32,7 +36,11 @@ FILTERS = {
 
 
 def rows_of(name, count, vocab_size, seed=0):
-    """Rows of logits: text has few likely tokens, the others try the searches' ends."""
+    """Return `count` rows of logits of the kind `name` (see `KINDS`).
+
+    In the kind "text", few tokens are likely, as in the logits of a language model. The other kinds
+    test the limits of the kernel's search for the smallest logit that remains.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, vocab_size, generator=generator)
     if name == "text":
@@ -52,7 +60,7 @@ def rows_of(name, count, vocab_size, seed=0):
         hidden[:, 0] = False
         return (logits * 3).masked_fill(hidden, float("-inf"))
     assert name == "neighbours"
-    # One step of float32 between one logit and the next.
+    # Neighbouring logits are neighbouring numbers of float32.
     steps = torch.randperm(vocab_size, generator=generator)
     return (torch.tensor(8.0).view(torch.int32) - steps.int()).view(torch.float32).repeat(count, 1)
 
@@ -61,6 +69,7 @@ KINDS = ["text", "wide", "flat", "one-hot", "ties", "masked", "neighbours"]
 
 
 def check(logits, settings, device, raw=None):
+    """Compare the kernel with the reference, and return the sampled token ids."""
     raw = logits if raw is None else raw
     on_device = logits.to(device)
     own = on_device if raw is logits else raw.to(device)
@@ -71,7 +80,7 @@ def check(logits, settings, device, raw=None):
         assert has_allowed.tolist() == expected_left
         torch.testing.assert_close(logprobs, expected_logprobs, equal_nan=True)
     else:
-        # The hardware's exponential is another one in its last bits.
+        # The exponential function of a GPU differs in the last bits. This changes few tokens.
         differing = sum(a != b for a, b in zip(token_ids.tolist(), expected_ids, strict=True))
         assert differing <= max(1, len(expected_ids) // 50)
     return token_ids.cpu()
@@ -85,7 +94,9 @@ def check(logits, settings, device, raw=None):
         *itertools.product(["ties"], VOCABS),
     ),
 )
-def test_every_filter_on_every_kind_of_row_gives_the_references_token(kind, vocab_size, device):
+def test_every_filter_samples_the_token_of_the_reference_for_every_kind_of_row(
+    kind, vocab_size, device
+):
     random = np.random.default_rng(0)
     settings = settings_of(
         *(
@@ -98,13 +109,15 @@ def test_every_filter_on_every_kind_of_row_gives_the_references_token(kind, voca
 
 
 @pytest.mark.parametrize("kind", ["text", "flat", "masked"])
-def test_rows_of_several_tiles_add_up(kind, device):
+def test_the_tiles_of_a_long_row_are_combined_correctly(kind, device):
     settings = settings_of((0.7, 0.9, 0, 0.0, 0.3), (1.0, 1.0, 300, 0.0, 0.99))
     check(rows_of(kind, 2, 9000), settings, device)
 
 
 @pytest.mark.parametrize("uniform", sampled([0.0, 1e-300, 0.5, 1 - 2.0**-53], 0.0, 1 - 2.0**-53))
-def test_the_ends_of_the_random_number_give_the_first_and_the_last_token_kept(uniform, device):
+def test_the_limits_of_the_random_number_select_the_first_and_the_last_remaining_token(
+    uniform, device
+):
     logits = rows_of("masked", 1, 9000)
     token_ids = check(logits, settings_of((1.0, 1.0, 0, 0.0, uniform)), device)
     kept = (logits[0] > float("-inf")).nonzero().flatten().tolist()
@@ -115,12 +128,12 @@ def test_the_ends_of_the_random_number_give_the_first_and_the_last_token_kept(un
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_read_as_it_is(dtype, device):
+def test_logits_in_half_precision_are_sampled_correctly(dtype, device):
     logits = rows_of("text", 4, 900).to(dtype)
     check(logits, settings_of(*[(0.8, 0.9, 20, 0.0, u) for u in (0.1, 0.4, 0.6, 0.95)]), device)
 
 
-def test_log_probabilities_are_the_models_own_and_the_choice_is_among_what_is_left(device):
+def test_logprobs_come_from_the_raw_logits_and_the_token_from_the_masked_logits(device):
     raw = rows_of("text", 3, 900)
     logits = raw.clone()
     logits[:, 17:] = float("-inf")
@@ -129,7 +142,7 @@ def test_log_probabilities_are_the_models_own_and_the_choice_is_among_what_is_le
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
-def test_rows_that_are_odd_say_so_and_leave_their_neighbours_alone(device):
+def test_rows_without_a_valid_token_are_reported_and_do_not_affect_other_rows(device):
     logits = rows_of("text", 6, 900)
     raw = logits.clone()
     raw[0, 899], raw[1, 0], raw[2] = float("nan"), float("inf"), float("-inf")
@@ -145,14 +158,14 @@ def test_rows_that_are_odd_say_so_and_leave_their_neighbours_alone(device):
     check(logits[4:], settings[:, 4:].copy(), device)
 
 
-def test_rows_that_are_views_are_read_where_they_are(device):
+def test_logits_that_are_views_are_sampled_correctly(device):
     logits = rows_of("text", 8, 1003)[::2, 1:1001]
     assert not logits.is_contiguous()
     check(logits, settings_of(*[(1.0, 0.9, 0, 0.0, u) for u in (0.1, 0.4, 0.6, 0.95)]), device)
 
 
 @pytest.mark.parametrize("name", sampled(["none", "top_p", "top_k", "min_p", "all"], "none", "all"))
-def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(name, device):
+def test_the_kernel_and_the_sampler_differ_rarely(name, device):
     top_p, top_k, min_p = FILTERS[name]
     random = np.random.default_rng(1)
     count, vocab_size = 12, 2000
@@ -171,7 +184,9 @@ def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(nam
     assert (found.cpu() != random_sampling.sample_rows(logits, batch)).sum() <= 1
 
 
-def test_the_comparison_at_load_passes_what_is_right_and_notices_what_is_wrong(device, monkeypatch):
+def test_the_comparison_at_load_accepts_a_correct_kernel_and_rejects_a_wrong_one(
+    device, monkeypatch
+):
     assert gpu_sampling.num_wrong_rows(device) == 0
     plain = gpu_sampling.sample
 
@@ -181,7 +196,8 @@ def test_the_comparison_at_load_passes_what_is_right_and_notices_what_is_wrong(d
         return plain(logits, raw, settings)
 
     monkeypatch.setattr(gpu_sampling, "sample", wrong)
-    # A forgotten top_p already shows in short rows, which take the interpreter a sixth of the time.
+    # The check detects the missing top_p even in shorter rows, for which the interpreter takes only
+    # a sixth of the time.
     monkeypatch.setattr(gpu_sampling, "_CHECKED_VOCAB_SIZE", 1500)
     assert "differ from the reference" in gpu_sampling.why_unusable(device)
     gpu_sampling.why_unusable.cache_clear()
@@ -205,7 +221,7 @@ def positions_of(*params):
     return positions
 
 
-def test_a_sampler_with_the_kernel_chooses_and_reports_as_one_without(device):
+def test_a_sampler_with_the_kernel_returns_the_results_of_a_sampler_without_it(device):
     params = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.9, top_p=0.8, logprobs=3),
@@ -229,7 +245,7 @@ def test_a_sampler_with_the_kernel_chooses_and_reports_as_one_without(device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
-def test_a_sampler_with_the_kernel_says_which_rows_have_no_token(device):
+def test_a_sampler_with_the_kernel_reports_the_rows_without_a_token(device):
     logits = rows_of("text", 3, 600)
     logits[0, 7] = float("nan")
     nothing = SamplingParams(allowed_token_ids=[4], bad_words_token_ids=[[4]])
@@ -242,7 +258,7 @@ def test_a_sampler_with_the_kernel_says_which_rows_have_no_token(device):
 @pytest.mark.parametrize(
     "reason", [None, "2 of 16 tokens differ from the reference implementation's tokens"]
 )
-def test_the_setting_takes_the_kernel_on_a_gpu_where_the_comparison_passes(reason, monkeypatch):
+def test_the_setting_enables_the_kernel_on_a_gpu_if_the_comparison_passes(reason, monkeypatch):
     monkeypatch.setattr(gpu_sampling, "why_unusable", lambda device: reason)
     said = []
 

@@ -1,3 +1,5 @@
+"""Tests of CUDA graphs for decode steps: capture, replay, padding and the checks at load."""
+
 import dataclasses
 import itertools
 
@@ -56,7 +58,7 @@ def poison(engine):
         ("gpt_oss", 0),
     ),
 )
-def test_replayed_steps_give_the_tokens_of_steps_run_as_they_are(name, seed, engine_of):
+def test_replayed_steps_give_the_tokens_of_steps_without_graphs(name, seed, engine_of):
     expected = run(engine_of(name), seed)
     engine = engine_of(name, record)
     assert run(engine, seed, poisoned=poison) == expected
@@ -77,7 +79,7 @@ def test_every_tiny_architecture_can_be_captured(name, engine_of):
     assert graphs_of(engine).num_replays == 5
 
 
-def test_replays_go_on_under_preemption_and_with_blocks_from_the_prefix_cache(engine_of):
+def test_replays_continue_with_preemption_and_with_blocks_from_the_prefix_cache(engine_of):
     small = {"kv_cache_memory": 44 * 1024, "max_num_batched_tokens": 9, "max_model_len": 64}
     engine = engine_of("llama", record, **small)
     assert run(engine, 5, poisoned=poison) == run(engine_of("llama"), 5)
@@ -85,13 +87,13 @@ def test_replays_go_on_under_preemption_and_with_blocks_from_the_prefix_cache(en
     assert graphs_of(engine).num_replays > 0
 
 
-def test_replays_give_the_same_tokens_where_the_next_step_is_begun_early(engine_of):
+def test_replays_give_the_same_tokens_with_async_scheduling(engine_of):
     engine = engine_of("gemma2", record, async_scheduling=True)
     assert run(engine, 7, poisoned=poison) == run(engine_of("gemma2"), 7)
     assert graphs_of(engine).num_replays > 0
 
 
-def test_a_model_whose_tokens_give_blocks_back_as_they_leave_its_windows_is_replayed(engine_of):
+def test_a_model_that_frees_the_blocks_outside_its_windows_is_replayed(engine_of):
     name = "mistral, sliding window"
     engine = engine_of(name, record)
     assert run(engine, 1, poisoned=poison) == run(engine_of(name), 1)
@@ -109,7 +111,7 @@ def test_a_model_whose_tokens_give_blocks_back_as_they_leave_its_windows_is_repl
         *("keys and values of 24 and 10", "window, softcap and sinks"),
     ),
 )
-def test_kernels_give_padded_rows_of_a_fixed_step_what_they_give_the_step(name, kind, device):
+def test_a_padded_step_gives_the_attention_of_the_step_without_padding(name, kind, device):
     lengths = [15, 16, 70, 1, 33]
     plain, padded = [
         Steps(kind, SPECS[name], torch.float32, device, shapes=[(n, 1) for n in lengths]).fill()
@@ -121,13 +123,13 @@ def test_kernels_give_padded_rows_of_a_fixed_step_what_they_give_the_step(name, 
     def build_padded(plan, device):
         batch = build(plan, device)
         step = StaticStep(8, sizes_of(8, padded.cache.null_block), device)
-        step._inputs[:3, :] = 2  # wrong slots where nothing is filled in
+        step._inputs[:3, :] = 2  # wrong values, which `fill` must overwrite
         step._table.zero_()
         step.fill(dataclasses.replace(batch, num_logits=len(lengths)))
         return step.batch()
 
     padded._builder.build = build_padded
-    # Attention of padding's own queries, whatever they are.
+    # The rows of the padding also have queries, keys and values. Their numbers do not matter.
     padded._randn = more_rows(padded._randn, len(lengths), 8)
     found = padded.run()
     assert found.isfinite().all()
@@ -137,12 +139,15 @@ def test_kernels_give_padded_rows_of_a_fixed_step_what_they_give_the_step(name, 
 
 
 def sizes_of(width, null_block=9999):
-    """Sizes whose longest sequence has `width` blocks of 16 tokens."""
+    """Return the sizes of an engine whose longest sequence has `width` blocks of 16 tokens."""
     return Sizes(null_block, 16, 8, 16 * width)
 
 
 def decodes_of(lengths, device):
-    """A step of one token each, of sequences of some lengths, in blocks of 16."""
+    """Return the batch of a step with one new token for each sequence.
+
+    `lengths` contains the lengths of the sequences, including the new token. A block has 16 tokens.
+    """
     builder = BatchBuilder(
         max_num_seqs=len(lengths), max_model_len=max(lengths), block_size=16, null_block=9999
     )
@@ -155,7 +160,7 @@ def decodes_of(lengths, device):
 
 
 @pytest.mark.parametrize("many", [[15, 16, 70, 1, 33, 120], [5, 158, 6, 1]])
-def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
+def test_a_step_overwrites_all_inputs_of_the_previous_step(many, device):
     used, fresh = (StaticStep(8, sizes_of(10), device) for _ in range(2))
     used.fill(decodes_of(many, device))
     for step in (used, fresh):
@@ -170,7 +175,7 @@ def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 24])
-def test_what_kernels_read_begins_at_aligned_addresses(rows, device):
+def test_the_inputs_of_kernels_are_aligned(rows, device):
     step = StaticStep(rows, sizes_of(33), device)
     batch = step.batch()
     decodes = batch.attention.kernel_metadata.decodes
@@ -180,8 +185,8 @@ def test_what_kernels_read_begins_at_aligned_addresses(rows, device):
     assert all(tensor.is_contiguous() for tensor in read)
 
 
-def test_groups_of_lengths_come_to_the_rows_that_they_have_in_the_step(device):
-    lengths = [3, 1500, 5, 1400, 2]  # two groups, which alternate
+def test_the_tables_of_grouped_sequences_are_in_the_rows_of_the_step(device):
+    lengths = [3, 1500, 5, 1400, 2]  # short and long sequences are in two groups
     batch = decodes_of(lengths, device)
     assert len(batch.attention.decodes) == 2
     step = StaticStep(8, sizes_of(128), device)
@@ -191,7 +196,10 @@ def test_groups_of_lengths_come_to_the_rows_that_they_have_in_the_step(device):
 
 
 def more_rows(draw, count, rows):
-    """The same numbers, followed by ones if there are fewer numbers than tokens."""
+    """Return a function that calls `draw` and appends ones to results with `count` tokens.
+
+    The appended result has `rows` tokens.
+    """
 
     def drawn(*shape):
         found = draw(*shape)
@@ -238,7 +246,7 @@ def test_padding_writes_to_no_block(engine_of, device):
     assert graphs_of(engine).num_replays == 2
 
 
-def test_logits_of_a_replay_stay_when_the_next_one_runs(engine_of, monkeypatch):
+def test_the_next_replay_does_not_change_the_logits_of_a_replay(engine_of, monkeypatch):
     engine = engine_of("llama", record)
     kept = []
     forward = DecodeGraphs.forward
@@ -263,7 +271,7 @@ def test_a_replay_reads_nothing_from_the_device(engine_of, monkeypatch):
     def watched(self, batch):
         if self.graph_size_for(batch) not in self._graphs:
             return forward(self, batch)
-        with Recorder():  # raises when a number is read
+        with Recorder():  # raises an error if a number is read from the device
             return forward(self, batch)
 
     monkeypatch.setattr(DecodeGraphs, "forward", watched)
@@ -271,14 +279,14 @@ def test_a_replay_reads_nothing_from_the_device(engine_of, monkeypatch):
     assert graphs_of(engine).num_replays == 7
 
 
-def test_only_steps_of_single_tokens_that_all_want_logits_are_replayed(engine_of):
+def test_only_steps_with_one_token_and_logits_for_each_sequence_are_replayed(engine_of):
     engine = engine_of("llama", record, max_num_batched_tokens=8)
-    long = list(range(3, 36))  # chunks of eight and, at last, a single token
+    long = list(range(3, 36))  # four chunks of eight tokens, and one chunk with a single token
     for _ in range(3):
         engine.add_request("a", long, SamplingParams(max_tokens=1))
         while engine.has_work():
             engine.step()
-    # The prompt comes from the prefix cache but for its last token, the second and third time.
+    # The second and the third time, the prefix cache contains the prompt except its last tokens.
     assert graphs_of(engine).num_replays <= 3
     engine.add_request("a", [3] * 9, SamplingParams(max_tokens=9, ignore_eos=True))
     before = graphs_of(engine).num_replays
@@ -288,7 +296,7 @@ def test_only_steps_of_single_tokens_that_all_want_logits_are_replayed(engine_of
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_capture_that_fails_is_reported_once_and_steps_run_as_they_are(engine_of, at, caplog):
+def test_a_failed_capture_is_reported_once_and_steps_run_without_graphs(engine_of, at, caplog):
     captured = []
 
     def failing(work):
@@ -305,7 +313,7 @@ def test_a_capture_that_fails_is_reported_once_and_steps_run_as_they_are(engine_
     assert caplog.text.count("CUDA graphs are off, because a step could not be captured") == 1
 
 
-def test_without_room_for_more_graphs_those_that_are_there_are_replayed(engine_of, caplog):
+def test_without_memory_for_more_graphs_the_captured_graphs_are_replayed(engine_of, caplog):
     captured = []
 
     def full(work):
@@ -323,7 +331,7 @@ def test_without_room_for_more_graphs_those_that_are_there_are_replayed(engine_o
 
 
 @pytest.mark.parametrize("wrong", [lambda logits: None, lambda logits: logits.mul_(1.2)])
-def test_a_graph_that_computes_something_else_is_not_used(engine_of, wrong, monkeypatch):
+def test_a_graph_with_wrong_logits_is_not_used(engine_of, wrong, monkeypatch):
     kept = []
 
     def off(work):
@@ -380,7 +388,7 @@ def test_one_graph_serves_sequences_of_all_lengths(engine_of):
     assert graphs_of(engine).num_captures == 1
 
 
-def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
+def test_graphs_fit_every_number_of_sequences_with_little_padding():
     assert graph_batch_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
     for most in (1, 3, 7, 100, 256, 500):
         counts = graph_batch_sizes(most)
@@ -394,7 +402,7 @@ def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
 @pytest.mark.parametrize(
     "window", [LayerWindow(), LayerWindow(size=700), LayerWindow(chunk=4096)], ids=str
 )
-def test_parts_of_a_captured_launch_depend_on_no_length_and_fill_the_gpu(window, monkeypatch):
+def test_the_parts_of_a_captured_launch_fill_the_gpu_for_every_length(window, monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
     nothing = torch.zeros(1, dtype=torch.int64)
     for count in graph_batch_sizes(256):
@@ -402,7 +410,8 @@ def test_parts_of_a_captured_launch_depend_on_no_length_and_fill_the_gpu(window,
         parts = decode_splits.captured_splits(rows, window, 8, 64, CPU)
         limit = 32768 if window.limit is None else window.limit + 64
         assert 1 <= parts <= 128
-        # There are enough programs, unless parts of two tiles already cover all tokens.
+        # With 528 programs, each of the 132 multiprocessors has four. Fewer programs are allowed if
+        # parts of two tiles already cover all tokens.
         assert parts >= min(4, -(-limit // 128))
         assert parts * count * 8 >= 528 or parts >= limit // 128
 
@@ -410,7 +419,7 @@ def test_parts_of_a_captured_launch_depend_on_no_length_and_fill_the_gpu(window,
 @pytest.mark.parametrize(
     "window", [LayerWindow(), LayerWindow(size=21), LayerWindow(chunk=32)], ids=str
 )
-def test_a_captured_launch_gives_every_length_what_a_launch_for_the_step_gives(window, device):
+def test_a_captured_launch_is_correct_for_every_length(window, device):
     spec = dataclasses.replace(SPECS["three query heads a key head"], window=window)
     for lengths in ([15, 170, 1], [17, 2, 40]):
         plain, captured = [
@@ -431,10 +440,12 @@ def test_a_captured_launch_gives_every_length_what_a_launch_for_the_step_gives(w
         torch.testing.assert_close(captured.run(), expected, atol=1e-5, rtol=1e-5)
 
 
-# What a start says and does, with a stand-in where CUDA would capture.
-
-
 def start(folder_of, name, monkeypatch, capture=rerun, **settings):
+    """Start an engine that captures graphs with the function `capture` instead of CUDA.
+
+    Returns:
+        The engine and the lines that it logged while it loaded the model.
+    """
     lines = []
     monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *_: SkippingCache)
     monkeypatch.setattr(packed, "uses_gpu_kernels", lambda cache: True)
@@ -444,13 +455,13 @@ def start(folder_of, name, monkeypatch, capture=rerun, **settings):
         "nereid_backend.engine.engine_parts.load",
         lambda config, hook, _: load(config, hook, lines.append),
     )
-    # All graphs are captured at load, so few rows keep these tests fast.
+    # The engine captures all graphs at load. With at most 8 sequences, there are few graphs.
     settings = {"max_num_seqs": 8, "num_speculative_tokens": 0, **settings}
     engine = open_engine(folder_of(name), device="cpu", prepack=False, **settings)
     return engine, "\n".join(lines)
 
 
-def test_at_load_replays_are_compared_with_the_model_alone(folder_of, monkeypatch, engine_of):
+def test_replays_are_compared_with_the_model_at_load(folder_of, monkeypatch, engine_of):
     engine, said = start(folder_of, "gemma2", monkeypatch, record)
     assert "replayed from captured graphs" in said
     assert run(engine, 6) == run(engine_of("gemma2"), 6)
@@ -476,13 +487,13 @@ def test_a_model_that_reads_its_numbers_is_not_replayed_and_the_log_says_why(
     engine.close()
 
 
-def test_a_replay_whose_steps_are_stale_shows_at_load(folder_of, monkeypatch):
+def test_a_replay_that_does_not_compute_is_detected_at_load(folder_of, monkeypatch):
     def stale(work):
         replay, runs = record(work), []
 
         def sometimes():
             runs.append(None)
-            if len(runs) <= 2:  # the first, and the step that it was captured for
+            if len(runs) <= 2:  # the replays of the step for which the graph was captured
                 replay()
 
         return sometimes
@@ -493,7 +504,7 @@ def test_a_replay_whose_steps_are_stale_shows_at_load(folder_of, monkeypatch):
     engine.close()
 
 
-def test_a_replay_that_stores_no_keys_shows_at_load(folder_of, monkeypatch):
+def test_a_replay_that_stores_no_keys_is_detected_at_load(folder_of, monkeypatch):
     def forgetful(work):
         replay, runs = record(work), []
 
@@ -521,10 +532,11 @@ def test_a_replay_that_stores_no_keys_shows_at_load(folder_of, monkeypatch):
 
 
 def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of):
-    # The duration of the compilation is proportional to the number of layers. The library stays in
-    # the cache of this machine. Its name depends on everything that it was built from.
+    # The time of the compilation is proportional to the number of layers. torch caches the compiled
+    # library on this machine, under a name that depends on everything the library was built from.
     family = with_one_key_head("llama", num_hidden_layers=1)
-    # Compiled code calls no operators of torch's, so all of it is run again.
+    # Compiled code calls no operators of torch that a `Recorder` could record, so a replay calls
+    # the whole function again.
     engine, said = start(folder_of, family, monkeypatch, rerun, compile_forward=True)
     assert "the forward pass is compiled\ndecode steps are replayed" in said
     assert "the parts of steps with prefills are replayed from captured graphs" in said
@@ -561,13 +573,13 @@ def test_a_model_on_another_path_is_not_captured(tmp_path, monkeypatch):
     engine.close()
 
 
-def test_a_processor_has_nothing_to_capture():
+def test_nothing_is_captured_on_a_cpu():
     assert capture_on(CPU) is None
     assert not is_lost(CPU)
 
 
 @pytest.mark.gpu
-def test_captured_work_is_repeated_on_what_its_tensors_hold_then(device):
+def test_a_replay_reads_the_current_values_of_its_tensors(device):
     if device.type != "cuda":
         pytest.skip("no GPU")
     source, target = (torch.zeros(8, device=device) for _ in range(2))
@@ -587,7 +599,7 @@ def test_captured_work_is_repeated_on_what_its_tensors_hold_then(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_on_a_gpu_captured_steps_give_the_tokens_of_launched_ones(name, folder_of, device):
+def test_on_a_gpu_captured_steps_give_the_tokens_of_steps_without_graphs(name, folder_of, device):
     if device.type != "cuda":
         pytest.skip("no GPU")
     answers = []
@@ -602,7 +614,7 @@ def test_on_a_gpu_captured_steps_give_the_tokens_of_launched_ones(name, folder_o
     assert answers[2] == answers[0]
 
 
-def test_the_stand_in_freezes_numbers_of_the_host_and_refuses_to_read_tensors():
+def test_recorded_code_keeps_numbers_of_python_and_cannot_read_tensors():
     source, target, number = torch.ones(2), torch.zeros(2), [3]
     replay = record(lambda: target.copy_(source * number[0]))
     source.fill_(2.0)

@@ -1,4 +1,7 @@
-"""Steps with prefills whose parts between attention calls are replayed."""
+"""Tests of piecewise CUDA graphs for steps with prefills.
+
+The parts of the model between the attention calls are captured and replayed.
+"""
 
 import pytest
 import torch
@@ -9,7 +12,16 @@ from nereid_backend.paths.cuda_graphs.piecewise_graphs import PiecewiseGraphs
 
 
 def use_pieces(engine, capture=record_pieces, counts=(16, 32)):
-    """Let an engine replay the pieces of its steps; return the graphs and the reported lines."""
+    """Make an engine replay the pieces of its steps.
+
+    Args:
+        engine: the engine.
+        capture: the function that captures a step in pieces.
+        counts: the numbers of tokens for which graphs are captured.
+
+    Returns:
+        The graphs and the list of reported lines.
+    """
     reported = []
     path = engine._parts.runner._path
     path.pieces = path.piecewise_graphs(capture, sizes_of_engine(engine), reported.append)
@@ -31,7 +43,7 @@ def poison(engine):
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_replayed_pieces_give_the_tokens_of_steps_run_as_they_are(name, engine_of):
+def test_replayed_pieces_give_the_tokens_of_steps_without_graphs(name, engine_of):
     expected = run(engine_of(name), 3, count=6)
     engine = engine_of(name)
     graphs, reported = use_pieces(engine)
@@ -41,7 +53,7 @@ def test_replayed_pieces_give_the_tokens_of_steps_run_as_they_are(name, engine_o
     assert graphs.num_replays > 20
 
 
-def test_steps_with_more_tokens_or_logits_than_were_captured_run_as_they_are(engine_of):
+def test_steps_with_more_tokens_or_logits_than_were_captured_run_without_graphs(engine_of):
     engine = engine_of("llama")
     graphs, _ = use_pieces(engine, counts=(16,))
     engine.generate([[5] * 17], SamplingParams(max_tokens=1))
@@ -54,7 +66,7 @@ def test_steps_with_more_tokens_or_logits_than_were_captured_run_as_they_are(eng
     assert graphs.num_replays == 1
 
 
-def test_a_step_that_cannot_be_captured_is_reported_and_runs_as_it_is(engine_of):
+def test_a_step_that_cannot_be_captured_is_reported_and_runs_without_graphs(engine_of):
     def fails(work):
         raise CaptureError("a library waits\nfor the device")
 
@@ -67,7 +79,7 @@ def test_a_step_that_cannot_be_captured_is_reported_and_runs_as_it_is(engine_of)
     assert graphs.num_replays == 0
 
 
-def test_a_replay_that_differs_from_its_step_is_noticed(engine_of):
+def test_a_replay_whose_logits_differ_from_its_step_is_reported(engine_of):
     def wrong(work):
         work(lambda between: between())
         return lambda: None

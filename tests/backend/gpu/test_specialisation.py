@@ -1,4 +1,4 @@
-"""What kernels are compiled anew for while a service runs; the interpreter compiles nothing."""
+"""Tests that Triton compiles no kernel again for numbers that change from step to step."""
 
 import json
 import os
@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-# Numbers that a model and its cache fix. Triton compiles a kernel for each that is 1, a multiple of
-# 16 or neither; others, which change from step to step, would stop a service for seconds each time.
+# The arguments of each kernel for which Triton compiles variants: one variant for the value 1, one
+# for multiples of 16 and one for other values. The model and its KV cache determine these
+# arguments, so they never change while a server runs. Each further variant would stop the server
+# for seconds.
 FIXED = {
     "decode_kernel": {"query_head_stride", "query_token_stride", "scale", "cap"},
     "reduce_kernel": set(),
@@ -34,7 +36,8 @@ print(json.dumps({
     for kernel in kernels
 }))
 """
-# Tensors, whose addresses are multiples of 16 bytes.
+# The arguments that are tensors. Their addresses are always multiples of 16 bytes, so Triton
+# compiles no further variants.
 TENSORS = {
     *("query", "keys", "values", "key_scales", "value_scales", "out", "parts", "weights_log"),
     *(

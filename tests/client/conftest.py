@@ -1,4 +1,4 @@
-"""Fixtures: the frontend with the echo model as its backend, called without a socket."""
+"""Fixtures that call the frontend without a socket. The frontend's backend is the echo model."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def backend():
 
 @asynccontextmanager
 async def _open_client(backend, pooling=None, **settings):
-    """Run a frontend in front of these backends. The value is an httpx client of it."""
+    """Run a frontend with the given backends, and yield an httpx client of the frontend."""
     app = create_app(Settings(served_model_name="echo", **settings), lambda: backend)
     if pooling is not None:
         app.state.make_pooling = lambda: pooling
@@ -38,13 +38,16 @@ async def _open_client(backend, pooling=None, **settings):
 
 @pytest.fixture
 def connect(backend):
-    """Return a context manager: `async with connect(**settings) as client` is an httpx client."""
+    """A function that runs a frontend: `async with connect(**settings) as client` yields a client.
+
+    The client is an `httpx.AsyncClient` that is connected to the frontend.
+    """
     return functools.partial(_open_client, backend)
 
 
 @pytest.fixture
 def post(connect):
-    """Return a function: `await post(path, **body)` is the response to one request."""
+    """A function: `await post(path, **body)` sends a request and returns the response."""
 
     async def send(path, **body):
         async with connect() as client:
@@ -55,19 +58,19 @@ def post(connect):
 
 @pytest.fixture
 def pooling():
-    """The embedding model and the reranker of the fixtures `connect_pooling` and `ask`."""
+    """A backend with an embedding model and a reranker, for `connect_pooling` and `ask`."""
     return FakePooling()
 
 
 @pytest.fixture
 def connect_pooling(backend, pooling):
-    """Return the same context manager as `connect`, for a frontend with an embedding model."""
+    """A function like `connect`, whose frontend also serves an embedding model and a reranker."""
     return functools.partial(_open_client, backend, pooling)
 
 
 @pytest.fixture
 def ask(connect_pooling):
-    """Return a function: `await ask(path, **body)` is the response to one pooling request."""
+    """A function like `post`, whose frontend also serves an embedding model and a reranker."""
 
     async def send(path, **body):
         async with connect_pooling() as client:
@@ -78,7 +81,10 @@ def ask(connect_pooling):
 
 @pytest.fixture
 def chat(post):
-    """Return a function: `await chat(text, **fields)` is the response to a chat of one message."""
+    """A function: `await chat(text, **fields)` sends a chat of one message.
+
+    The function returns the response.
+    """
 
     async def send(text, **fields):
         messages = [{"role": "user", "content": text}]
@@ -89,7 +95,10 @@ def chat(post):
 
 @pytest.fixture
 def chunks_of():
-    """Return a function that parses a stream, which must end with [DONE] unless `done` is false."""
+    """A function that parses a streamed response into its chunks.
+
+    The stream must end with `[DONE]`, unless the argument `done` is false.
+    """
 
     def parse(response, done=True):
         assert response.status_code == 200, response.text

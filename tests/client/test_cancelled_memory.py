@@ -1,6 +1,7 @@
-"""Cancelled gRPC calls leak no memory, not even in the C code of gRPC.
+"""Tests that cancelled gRPC calls leak no memory, not even in the C code of gRPC.
 
-As a program, with the port of a server as its argument, this module measures the memory.
+The test runs this module as a program, which measures the memory. The argument of the program is
+the port of a server.
 """
 
 import asyncio
@@ -25,9 +26,9 @@ from nereid_client.streaming.deltas import merged
 NUM_ROUNDS = 6
 NUM_CALLS = 100
 AT_ONCE = 25
-# The bytes that a cancelled call of each kind may leak. A batch of operations that gRPC does not
-# free has at least 96 bytes, and a stream without a response may leak one. A running stream leaves
-# responses of 4 KiB that gRPC has read in advance; the next round frees them.
+# The number of bytes that a cancelled call of each kind may leak. If gRPC does not free a batch of
+# operations, at least 96 bytes leak. A stream without a response may leak one such batch. A running
+# stream leaves responses of 4 KiB that gRPC has read in advance, but the next round frees them.
 MAX_BYTES = {"running streams": 300, "silent streams": 150, "embeddings": 90, "token counts": 90}
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -38,7 +39,10 @@ class MallocInfo(ctypes.Structure):
 
 
 def allocated_bytes():
-    """Return the bytes that malloc has allocated, without Python's own small objects."""
+    """Return the number of bytes that malloc has allocated.
+
+    Small Python objects do not count, because Python allocates them without malloc.
+    """
     gc.collect()
     return libc.mallinfo2().uordblks
 
@@ -63,7 +67,7 @@ async def cancel_one(coroutine, number):
 
 
 async def bytes_a_cancel(port):
-    """Return, for each kind of call, the bytes that each round leaked per call."""
+    """Return the leaked bytes per call in each round: kind of call -> list of numbers."""
     url = f"127.0.0.1:{port}"
     backend, pooling = TritonBackend(url, "llm"), TritonPooling(url)
     embed = PoolingCall("embedding", "call", {"text": ["a"]})
@@ -107,9 +111,9 @@ def measured():
 
 @pytest.mark.parametrize("kind", MAX_BYTES)
 def test_a_call_that_is_given_up_leaves_no_memory_behind(measured, kind):
-    rounds = measured[kind][1:]  # the first round fills caches
-    # Memory that the next round frees can raise the median or, in the last round, the mean. A leak
-    # raises both.
+    rounds = measured[kind][1:]  # the first round fills caches, so it does not count
+    # A leak raises both the median and the mean. Memory that the next round frees raises at most
+    # one of them, so the smaller one is compared with the limit.
     left = min(statistics.median(rounds), statistics.fmean(rounds))
     assert left < MAX_BYTES[kind], rounds
 
@@ -119,7 +123,7 @@ if __name__ == "__main__":
         found = asyncio.run(bytes_a_cancel(int(sys.argv[1])))
         sys.stdout.write(json.dumps(found))
         sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - whatever it is, this process must end
+    except BaseException:  # noqa: BLE001 - the process must end after any error
         traceback.print_exc()
         os._exit(1)
     # gRPC sometimes waits forever for one of its threads when the last channel is closed.

@@ -1,4 +1,4 @@
-"""The lines that the `nereid` command prints."""
+"""Tests of the functions with which the command `nereid` prints lines."""
 
 import subprocess
 import sys

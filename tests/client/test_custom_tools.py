@@ -1,4 +1,4 @@
-"""Custom tools are functions for the backend, and custom tools for the client."""
+"""Tests that the frontend translates custom tools to functions for the backend, and back."""
 
 import json
 
@@ -23,7 +23,7 @@ INPUT_ONLY = {
 
 
 def in_chat(tool_format):
-    """Return a custom tool with a format, in the form of chat completions."""
+    """Return a custom tool with the given format, as a chat completion request contains it."""
     inner = {name: value for name, value in tool_format.items() if name != "type"}
     nested = {"type": tool_format["type"], **({"grammar": inner} if inner else {})}
     return {"type": "custom", "custom": {**CUSTOM["custom"], "format": nested}}
@@ -38,7 +38,7 @@ def passed_on(backend):
 
 
 async def send(post, path, tools, **fields):
-    """Send a request with tools in the form of the path's API. Return the passed-on functions."""
+    """Send a request with tools (in the format of the path's API), and return the JSON response."""
     given = {"messages": HELLO} if path == CHAT else {"input": "hello"}
     response = await post(path, **{**given, "tools": tools, **fields})
     assert response.status_code == 200, response.text
@@ -104,7 +104,7 @@ async def test_items_of_custom_tools_are_calls_of_the_function(post, backend, st
     assert result == {"role": "tool", "content": "é", "tool_call_id": "a"}
     function = {"name": "shell", "arguments": '{"input": "ls\\n"}'}
     assert message["tool_calls"] == [{"id": "a", "type": "function", "function": function}]
-    # A call that was cut off is left out if the client has not run it.
+    # Without the output of the tool, a call that was cut off is not passed on.
     await send(post, RESPONSES, [FLAT], input=[{"role": "user", "content": "x"}, items[0]])
     has_calls = ["tool_calls" in message for message in passed_on(backend)["messages"]]
     assert has_calls == [False] + [True] * (status == "completed")

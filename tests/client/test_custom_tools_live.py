@@ -1,4 +1,4 @@
-"""Custom tools through the openai library, on a real socket."""
+"""Tests of custom tools with the openai library, on a frontend with the echo model."""
 
 import json
 from types import SimpleNamespace
@@ -74,7 +74,10 @@ def test_a_chat_contains_calls_of_custom_tools_and_of_functions(client):
 
 
 def contents(call):
-    """Return the fields of a call without those that the library adds to a streamed call."""
+    """Return the id, type, name and input of a call.
+
+    The result omits the fields that the openai library adds only to streamed calls.
+    """
     fields = call.to_dict()
     text_field = {"custom": "input", "function": "arguments"}[call.type]
     return call.id, call.type, fields[call.type]["name"], fields[call.type][text_field]

@@ -1,4 +1,4 @@
-"""Errors of the backend become HTTP errors: status, Retry-After, param and message."""
+"""Tests of the translation of the backend's errors to HTTP errors."""
 
 import pytest
 from nereid_client.errors import BackendError, to_api_error, tokens_and_limit

@@ -1,4 +1,4 @@
-"""The errors of the programs in client/examples."""
+"""Tests of the error messages of the programs in client/examples."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ OPENAI_EXAMPLES = ("chat_openai", "rag", "structured_openai", "tools_openai")
 
 
 def run_example(name, *arguments):
-    """Run an example that fails. Return its message."""
+    """Run an example that must fail with a message of one line, and return the message."""
     command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1

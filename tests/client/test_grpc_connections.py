@@ -1,4 +1,4 @@
-"""The division of gRPC connections among clients."""
+"""Tests of how the frontend divides its gRPC connections among clients."""
 
 import pytest
 from nereid_client.grpc_connections import Connections

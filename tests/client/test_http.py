@@ -1,4 +1,4 @@
-"""Models, health, request ids, the API key, CORS."""
+"""Tests of the frontend's list of models, health routes, request ids, API key and CORS."""
 
 import time
 from functools import partial
@@ -149,7 +149,7 @@ async def test_a_page_may_read_when_to_come_again(connect, backend):
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
     exposed = refused.headers["access-control-expose-headers"].lower()
-    # Anthropic's library reads the header request-id.
+    # Anthropic's library reads the header `request-id`.
     names = set(exposed.replace(" ", "").split(","))
     assert {"retry-after", "x-request-id", "request-id"} <= names
 

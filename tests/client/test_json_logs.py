@@ -1,4 +1,4 @@
-"""The log with one JSON object on each line."""
+"""Tests of the log format with one JSON object on each line."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def test_a_log_on_the_standard_output_repeats_no_message():
 
 @pytest.fixture
 def records():
-    """Log in JSON, and return a function that returns the records so far."""
+    """A function that returns all log records so far. The root logger writes them as JSON."""
     root, level, text = logging.getLogger(), logging.getLogger().level, io.StringIO()
     handler = logging.StreamHandler(text)
     handler.setFormatter(JsonFormatter())
@@ -92,7 +92,7 @@ async def test_each_answered_request_has_a_record_without_its_prompt(connect, re
         for one in (body, wrong, failing):
             await client.post(CHAT, json=one, headers=headers)
         await client.get("/health")
-    # httpx, with which this test sends its requests, logs them, too.
+    # This test sends its requests with httpx, which also logs them.
     text = [one for one in records() if not one["message"].startswith("HTTP Request")]
     assert "a-secret-word" not in json.dumps(text)
     answered = [one for one in text if one["message"].startswith("POST")]

@@ -1,4 +1,4 @@
-"""The frontend on a real socket: clients that disconnect, and the `openai` client."""
+"""Tests of the frontend on a real socket, with clients that disconnect and the openai library."""
 
 import json
 import socket
@@ -34,7 +34,7 @@ def client(port):
 
 
 def start_request(port: int, path: str, **body) -> socket.socket:
-    """Send a request and leave the connection open."""
+    """Send a request, and return the open connection."""
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", port))
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"

@@ -1,4 +1,4 @@
-"""GET /openapi.json: each route, each parameter and each request field has a description."""
+"""Tests that `GET /openapi.json` describes each route and each request field."""
 
 import pytest
 from nereid_client.openapi import FORMS, REQUEST_BODIES
@@ -38,7 +38,8 @@ async def test_each_request_field_has_a_description(schema):
 async def test_the_schema_of_an_upload_requires_a_file(schema):
     form = schema["components"]["schemas"]["UploadForm"]
     assert form["required"] == ["file", "purpose"]
-    # A default of null would not match the type, so that validators refuse the whole document.
+    # The default value null would not match the type of the field, and validators would refuse the
+    # whole document.
     assert "default" not in form["properties"]["file"]
 
 

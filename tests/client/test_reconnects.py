@@ -1,6 +1,6 @@
-"""The connection to a Triton server that ends again and again: nothing leaks.
+"""Tests that repeated losses of the connection to the Triton server leak no files and channels.
 
-As a program, this module runs what the test measures.
+The test runs this module as a program, which loses the connections and measures the leaks.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ NUM_STREAMS = 4
 
 
 class Door:
-    """A proxy of a server. It can be closed with all its connections."""
+    """A TCP proxy for a server. The method `tear` closes the proxy and aborts all connections."""
 
     def __init__(self, target):
         self._target = target
@@ -56,7 +56,7 @@ class Door:
 
 
 async def use(backend, number):
-    """Run a stream until the server ends."""
+    """Read a stream until the connection to the server is lost."""
     with pytest.raises(BackendError) as caught:
         async for _ in backend.generate(Generation(f"stream-{number}", text_input="Go")):
             pass
@@ -70,7 +70,7 @@ async def until(holds):
 
 
 def num_held():
-    """Return the number of open files and of gRPC channels."""
+    """Return the number of open files plus the number of gRPC channels of this process."""
     channels = sum(isinstance(one, grpc.aio.Channel) for one in gc.get_objects())
     return len(os.listdir("/proc/self/fd")) + channels
 
@@ -115,7 +115,7 @@ def test_a_server_that_dies_again_and_again_leaves_no_files_and_channels_open():
 if __name__ == "__main__":
     try:
         asyncio.run(live_through_deaths())
-    except BaseException:  # noqa: BLE001 - whatever it is, this process must end
+    except BaseException:  # noqa: BLE001 - the process must end after any error
         traceback.print_exc()
         os._exit(1)
     # gRPC sometimes waits forever for one of its threads when the last channel is closed.

@@ -1,4 +1,4 @@
-"""Clients take turns in starting requests."""
+"""Tests of `RequestTurns`, which makes clients take turns in starting requests."""
 
 import asyncio
 import itertools
@@ -15,7 +15,10 @@ async def _iterations(count: int) -> None:
 
 
 def _wait_in_turn(turns: RequestTurns, name: str, started: list[str]) -> asyncio.Task[None]:
-    """Start a task that appends `name` to `started` at its turn. The client is the first letter."""
+    """Start a task that waits for its turn, and then appends `name` to `started`.
+
+    The first letter of `name` is the name of the client.
+    """
 
     async def request() -> None:
         await turns.wait(name[0])

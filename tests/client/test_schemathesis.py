@@ -1,4 +1,7 @@
-"""Requests that schemathesis derives from the OpenAPI description never cause a 5xx."""
+"""Tests that requests which schemathesis derives from the OpenAPI description cause no status 5xx.
+
+These tests use the echo model.
+"""
 
 import pytest
 from fakes.described_requests import DescribedRequests
@@ -9,7 +12,10 @@ from nereid_client.errors import BackendError
 
 
 class StrictBackend(FakeBackend):
-    """The echo model, which refuses messages that it cannot read, as the real tokenizer does."""
+    """The echo model, but messages that it cannot read cause an INVALID_ARGUMENT error.
+
+    The real tokenizer refuses such messages in the same way.
+    """
 
     async def generate(self, generation):
         try:
@@ -32,7 +38,7 @@ def unreadable(error):
 
 
 UNREADABLE = (KeyError, IndexError, TypeError, AttributeError, ValueError)
-# The long tests divide the routes into this number of parts. Together, they send 20,000 requests.
+# The long tests divide the routes into this number of parts. Each part receives 1,000 requests.
 NUM_PARTS = 20
 
 

@@ -1,4 +1,4 @@
-"""Settings of the frontend: environment variables, flags and wrong values."""
+"""Tests of the frontend's settings: environment variables, flags and wrong values."""
 
 import dataclasses
 

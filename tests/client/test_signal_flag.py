@@ -1,10 +1,11 @@
-"""Signals that set a flag while the main thread waits for the flag."""
+"""Tests that a signal handler can set a `SignalFlag` while the main thread waits for the flag."""
 
 import subprocess
 import sys
 
-# Each call of `wait_with_signal` sends a signal at another step of `wait`: at line `at_line` of
-# the Python code that `wait` runs. An uninterrupted call runs about ten lines.
+# Each call of `wait_with_signal` sends a signal at another point of the method `wait`: before the
+# line with the number `at_line`, counting the lines that Python executes. A call of `wait` without
+# a signal executes about ten lines.
 SCRIPT = """
 import os
 import signal

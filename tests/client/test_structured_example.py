@@ -1,4 +1,4 @@
-"""The example client/examples/structured_openai.py, run against the echo model."""
+"""Tests the example program client/examples/structured_openai.py with the echo model."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A request ends if its client stops reading from the socket."""
+"""Tests that the frontend cancels a request whose client stops reading from the socket."""
 
 import asyncio
 import json

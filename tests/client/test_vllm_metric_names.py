@@ -1,4 +1,4 @@
-"""The names and labels of metrics with NEREID_METRICS_NAMES=vllm."""
+"""Tests of the names and labels of metrics with the setting `NEREID_METRICS_NAMES=vllm`."""
 
 from nereid_client.vllm_metric_names import with_vllm_names
 

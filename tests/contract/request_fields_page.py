@@ -1,6 +1,6 @@
-"""Write the pages on request fields from the declarations of the fields.
+"""Generate the pages on request fields from the declarations of the fields.
 
-The pages are docs/reference/request-fields.md and docs/history/refused-fields.md.
+The pages are docs/reference/request-fields.md and docs/history/refused-fields.md. To write them:
 
 PYTHONPATH=tests python tests/contract/request_fields_page.py
 """
@@ -81,13 +81,13 @@ TYPES = {
 
 
 def own_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields that a request class declares itself, not those that it inherits."""
+    """Return the fields that a request class declares, without the fields that it inherits."""
     names = model.__annotations__
     return {name: field for name, field in model.model_fields.items() if name in names}
 
 
 def field_table(fields: Mapping[str, FieldInfo]) -> str:
-    """Return the table of these fields."""
+    """Return a Markdown table that describes the fields."""
     lines = ["| Field | Origin | Value | Meaning |", "|---|---|---|---|"]
     for name, field in fields.items():
         origins = [one.value for one in field.metadata if isinstance(one, Origin)]
@@ -97,8 +97,8 @@ def field_table(fields: Mapping[str, FieldInfo]) -> str:
 
 
 def value_of(field: FieldInfo) -> str:
-    """Return the type and the range of a field, for example "integer, 1 … 64"."""
-    if field.annotation is Any:  # the backend checks the value
+    """Return the type and the range of a field's value, for example "integer, 1 … 64"."""
+    if field.annotation is Any:  # the field has no type, because the backend checks its value
         return ""
     is_union = get_origin(field.annotation) in (Union, UnionType)
     members = get_args(field.annotation) if is_union else (field.annotation,)
@@ -106,20 +106,20 @@ def value_of(field: FieldInfo) -> str:
     for member in members:
         kind = get_args(member)[0] if get_origin(member) is Annotated else member
         if kind is not type(None):
-            kind = str if get_origin(kind) is Literal else kind  # the values of a Literal are texts
+            kind = str if get_origin(kind) is Literal else kind  # all Literal values are strings
             names.append(TYPES.get(get_origin(kind) or kind, "object"))
     return f"{' or '.join(names)}{range_of(field)}"
 
 
 def range_of(field: FieldInfo) -> str:
-    """Return the range of a number, for example ", 1 … 64" or " > 0"."""
+    """Return the range of a numeric field, for example ", 1 … 64" or " > 0"."""
     limits = {
         name: getattr(one, name)
         for one in field.metadata
         for name in ("ge", "gt", "le", "lt")
         if getattr(one, name, None) is not None
     }
-    # Limits of 32 and 64 bits only prevent an overflow, so the page does not name them.
+    # The limits of 32-bit and 64-bit integers only prevent overflows, so the page omits them.
     limits = {name: limit for name, limit in limits.items() if abs(limit) < 2**31}
     match limits:
         case {"ge": low, "le": high}:
@@ -138,7 +138,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def text() -> str:
-    """Return the text of the page."""
+    """Return the text of docs/reference/request-fields.md."""
     responses, chat = own_fields(ResponsesRequest), own_fields(ChatCompletionRequest)
     shared = {
         name: field
@@ -171,7 +171,7 @@ def text() -> str:
 
 
 def refused_text() -> str:
-    """Return the text of the page with the reasons why fields are refused."""
+    """Return the text of docs/history/refused-fields.md, which gives a reason for each refusal."""
     tables = (
         ("all three endpoints", refused.REFUSED),
         ("all three endpoints", {name: BACKEND[name] for name in refused.REFUSED_BY_BACKEND}),

@@ -1,11 +1,11 @@
-"""Every error of the HTTP API keeps its status, `type`, `code` and `param`.
+"""Tests that errors of the HTTP API keep their status, `type`, `code` and `param`.
 
-Each case is one bad request to the frontend, which runs over the fake backends of `tests/fakes`.
-The test compares the answer with `data/errors.json`. It never looks at the message, because
-messages may be reworded at any time, but programs depend on the other four values.
+Each case sends one wrong request to the frontend, which uses the fake backends of `tests/fakes`.
+The test compares these four values of the answer with `data/errors.json`, because programs depend
+on them. The test ignores the error's message, because messages may be reworded at any time.
 
-The following command writes `data/errors.json` anew. Run it only after a change of the API that is
-meant to change these values, and review the difference:
+The following command writes a new `data/errors.json`. Run the command only after an intended change
+of these values, and review the difference:
 
     PYTHONPATH=tests python tests/contract/test_error_contract.py
 """
@@ -37,42 +37,42 @@ KEY = {"Authorization": "Bearer s3cret"}
 
 
 def chat(**fields):
-    """A chat completion with these fields."""
+    """Return a case that sends a chat completion request with the given fields."""
     return {"path": CHAT, "json": {"messages": HELLO, **fields}}
 
 
 def text(**fields):
-    """A text completion with these fields."""
+    """Return a case that sends a text completion request with the given fields."""
     return {"path": TEXT, "json": {"prompt": "a", **fields}}
 
 
 def respond(**fields):
-    """A request of the Responses API with these fields."""
+    """Return a case that sends a request of the Responses API with the given fields."""
     return {"path": RESPONSES, "json": {"input": "hello", **fields}}
 
 
 def post(path, /, **fields):
-    """A POST of a JSON object with these fields."""
+    """Return a case that sends a JSON object with the given fields to `path` with POST."""
     return {"path": path, "json": fields}
 
 
 def get(path, **more):
-    """A GET."""
+    """Return a case that sends a GET request."""
     return {"method": "GET", "path": path, **more}
 
 
 def raw(content, path=CHAT, **more):
-    """A POST of these bytes or this text."""
+    """Return a case that sends `content`, which is text or bytes, with POST."""
     return {"path": path, "content": content, **more}
 
 
 def say(content, **fields):
-    """A chat completion whose message is an instruction to the echo model."""
+    """Return a case that sends a chat completion request whose only message is `content`."""
     return chat(messages=[{"role": "user", "content": content}], **fields)
 
 
 CASES = {
-    # Bodies that are no JSON object.
+    # Bodies that are not a JSON object.
     "chat: no body": raw(""),
     "chat: JSON that is cut off": raw('{"messages": ['),
     "chat: a list": raw("[1]"),
@@ -439,9 +439,10 @@ def anyio_backend():
 
 
 async def outcome(case):
-    """The status of a bad request's answer, and the type, code and param of its error.
+    """Send the request of a case, and return the answer's status and the error's fields.
 
-    An error in the middle of a stream has the status 200; it is the stream's last event.
+    The fields are `type`, `code` and `param`. If an error ends a stream, the status is 200, and
+    the fields are those of the error in the stream's last event.
     """
     backend, pooling = FakeBackend(), FakePooling()
     backend.is_up = case.get("is_up", True)
@@ -470,7 +471,7 @@ async def outcome(case):
 
 @asynccontextmanager
 async def opened(settings, backend, pooling):
-    """The application with these settings, and a client of it."""
+    """Run the application with the given settings, and yield the application and its client."""
     app = create_app(Settings(served_model_name="echo", **settings), lambda: backend)
     app.state.make_pooling = lambda: pooling
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -482,14 +483,17 @@ async def opened(settings, backend, pooling):
 
 
 async def pieces_of(content):
-    """The content in two pieces, which httpx sends without a Content-Length."""
+    """Yield the content in two pieces. httpx sends a body in pieces without a Content-Length."""
     middle = len(content) // 2
     for piece in (content[:middle], content[middle:]):
         yield piece.encode()
 
 
 def error_of(response):
-    """The type, code and param of an error; nothing for a health check, which has no such body."""
+    """Return the `type`, `code` and `param` of a response's error.
+
+    Return an empty dictionary for the routes /health and /health/ready, which send no error object.
+    """
     if response.headers["content-type"].startswith("text/event-stream"):
         events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
         last = json.loads(events[-1])

@@ -1,4 +1,4 @@
-"""What fields of a request do that no single room's tests show, with the demo model's tokenizer."""
+"""Tests of the effects of request fields on prompts and texts, with the demo model's tokenizer."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def tokenizer():
 
 @pytest.fixture
 def prompt_of(tokenizer):
-    """The rendered prompt of a chat with these fields."""
+    """A function that renders the prompt of a chat request with the given fields."""
 
     def render(**fields):
         return PromptBuilder(tokenizer, 4096).from_chat({"messages": MESSAGES, **fields}).text

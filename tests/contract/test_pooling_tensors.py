@@ -1,4 +1,7 @@
-"""The code and config.pbtxt name the same tensors of the embedding model and the reranker."""
+"""Tests that the code and config.pbtxt agree on the tensors of the pooling models.
+
+The pooling models are the embedding model and the reranker.
+"""
 
 import re
 from pathlib import Path

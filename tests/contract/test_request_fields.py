@@ -1,4 +1,4 @@
-"""The page about request fields is complete, and the frontend and the backend agree on fields."""
+"""Tests that the frontend, the backend and the documentation agree on the request fields."""
 
 import json
 import re
@@ -89,5 +89,6 @@ def test_a_completion_drops_no_field_that_the_backend_acts_on_or_refuses():
         *refused.REFUSED,
         *refused.REFUSED_IN_COMPLETIONS,
     }
-    # A completion returns the raw text, so how reasoning is streamed has no meaning for it.
+    # The field `stream_reasoning` has no meaning for a completion, because a completion returns the
+    # raw text of the model.
     assert backend_fields() - PASSED_ON - own == {"stream_reasoning"}

@@ -1,8 +1,8 @@
-"""Structured output with the real `openai` client: pydantic models as answers and as tools.
+"""Tests of structured output with the openai library: pydantic models as answers and as tools.
 
-The echo model answers with the text that it gets. A test therefore sends a model's JSON, reads the
-object that the client parses, and takes the schema that the frontend passed on. The grammar that
-the backend compiles from this schema must allow the same JSON.
+A test sends the JSON of a pydantic object to the echo model, which repeats the JSON. The openai
+library must parse the answer to the same object. In addition, the grammar that the backend compiles
+from the schema in the request must allow the JSON.
 """
 
 import datetime
@@ -154,9 +154,9 @@ def client(backend):
 
 @pytest.fixture(scope="module")
 def allows():
-    """Return a function: whether a grammar allows a text and then the end of the answer."""
+    """A function that returns whether a grammar allows a text as the whole answer."""
     guides = Guides(str(CHECKPOINT), vocab_size=2048, eos_token_ids=(EOS,))
-    guides.warm_up().result(300)  # the grammar libraries take long to load on a busy machine
+    guides.warm_up().result(300)  # on a busy machine, loading the grammar libraries takes long
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
 
     def check(spec, text):

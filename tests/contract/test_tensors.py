@@ -1,4 +1,4 @@
-"""The wire between the rooms is config.pbtxt: code and files must name the same tensors."""
+"""Tests that the code and the config.pbtxt files of the ensemble agree on names of tensors."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,10 @@ REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 
 
 def block(model, kind):
-    """Name -> (type, dims) of a model's inputs or outputs."""
+    """Return the tensors that a model's config.pbtxt declares: name -> (data type, dimension).
+
+    `kind` is "input" or "output".
+    """
     text = (REPOSITORY / model / "config.pbtxt").read_text()
     body = re.search(rf"^{kind} \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
     rows = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]', body)
@@ -18,7 +21,7 @@ def block(model, kind):
 
 
 def steps():
-    """Model -> its step of the ensemble, as text."""
+    """Return the steps in the ensemble's config.pbtxt: name of the model -> text of the step."""
     text = (REPOSITORY / "llm" / "config.pbtxt").read_text()
     parts = re.split(r'model_name: "(\w+)"', text)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -46,7 +49,7 @@ def test_the_ensemble_declares_the_outputs_that_the_code_writes():
     }
 
 
-def test_every_door_of_a_step_fits_the_ensemble():
+def test_the_tensors_of_consecutive_steps_are_equal():
     assert block("llm", "input") == block("tokenizer", "input")
     assert block("llm", "output") == block("postprocessor", "output")
     assert block("tokenizer", "output") == block("executor", "input")

@@ -1,4 +1,4 @@
-"""Repeat a stage of the Dockerfile in a new Debian root, without a container engine."""
+"""Builds a stage of the Dockerfile in a new Debian root file system, without a container engine."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from dockerfile_parse import DockerfileParser
 ROOT = Path(__file__).resolve().parents[2]
 _SUITES = {"debian:12-slim": "bookworm", "debian:13-slim": "trixie"}
 _TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:"
-# These commands replace NVIDIA's image: Debian's Python, and the server of the PyTriton wheel.
+# These commands make a Debian system a substitute for NVIDIA's image: they install Debian's Python
+# and the Triton server of the PyTriton wheel.
 _TRITON_BASE = r"""
 apt-get update
 apt-get install --yes --no-install-recommends python3 python3-pip libpython3-dev g++
@@ -33,14 +34,14 @@ _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 class Image:
-    """A stage of the Dockerfile, built in the folder `root`.
+    """A stage of the Dockerfile. The constructor builds the stage in the folder `root`.
 
     Attributes:
         root: The root file system.
-        variables: The environment variables that ENV sets.
-        user: The user id of USER, 0 at first.
-        entrypoint: The words of ENTRYPOINT.
-        health_check: The words of the command of HEALTHCHECK.
+        variables: The environment variables that the instruction ENV sets.
+        user: The user id that the instruction USER sets, or 0 without this instruction.
+        entrypoint: The words of the instruction ENTRYPOINT.
+        health_check: The words of the command in the instruction HEALTHCHECK.
     """
 
     def __init__(self, stage: str, root: Path) -> None:
@@ -52,12 +53,14 @@ class Image:
             getattr(self, f"_{step['instruction'].lower()}")(step["value"])
 
     def command(self, words: list[str], state: Path) -> list[str]:
-        """Return the command that runs words as the image's user, on a read-only root.
+        """Return a command that runs a program of the image on a read-only root file system.
+
+        The program runs as the user of the image.
 
         Args:
-            words: A program of the image and its arguments.
-            state: The folder that is mounted on /var/lib/nereid, the only folder on a disk that
-                the program can write.
+            words: The program and its arguments.
+            state: The folder that is mounted on /var/lib/nereid. The program can write to no other
+                folder on a disk.
         """
         os.chown(state, self.user, self.user)
         command = ["bwrap", "--ro-bind", str(self.root), "/", "--dev", "/dev", "--proc", "/proc"]
@@ -69,9 +72,9 @@ class Image:
         return [*user, *command, *words]
 
     def _from(self, value: str) -> None:
-        """Install a minimal Debian, with the mirror and the pip settings of this machine.
+        """Install a minimal Debian in the root, from the Debian mirror of this machine.
 
-        NVIDIA's image is replaced by Debian and the commands of `_TRITON_BASE`.
+        If the image is NVIDIA's, also run the commands of `_TRITON_BASE`.
         """
         image = value.split()[0]
         has_triton = image.startswith(_TRITON_IMAGE)
@@ -107,9 +110,9 @@ class Image:
         self.health_check = json.loads(value[value.index("[") :])
 
     def _copy(self, value: str) -> None:
-        """Copy the files below a folder that git does not ignore.
+        """Copy one file, or all files of a folder that git does not ignore.
 
-        Both paths end with a slash, or name one file.
+        `value` contains the source and the target. If the source is a folder, both end with "/".
         """
         source, target = value.split()
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", source]
@@ -121,7 +124,10 @@ class Image:
             shutil.copy(ROOT / name, file, follow_symlinks=False)
 
     def _run(self, value: str) -> None:
-        """Run a shell command in the root, which sees the package folders of this machine's pip."""
+        """Run a shell command in the root file system.
+
+        The local package folders of this machine's pip are mounted in the root file system.
+        """
         folders = [*_MOUNTED, *_pip_folders()]
         mounts = [
             f"mkdir -p {self.root}{path}; mount --rbind {path} {self.root}{path}"
@@ -132,7 +138,7 @@ class Image:
         variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in (self.variables | pip).items())
         shell = f"chroot {self.root} /usr/bin/env -i {variables} sh -ec {shlex.quote(inner)}"
         script = "; ".join([*mounts, shell])
-        # The mounts end with the namespace.
+        # The kernel removes the mounts when the mount namespace ends.
         done = subprocess.run(
             ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, check=False
         )
@@ -140,7 +146,7 @@ class Image:
 
 
 def _steps(stage: str) -> list[dict[str, str]]:
-    """Return the instructions of a stage, from its FROM to the next FROM."""
+    """Return the instructions of a stage of the Dockerfile, beginning with its FROM."""
     with (ROOT / "Dockerfile").open("rb+") as file:
         structure = DockerfileParser(fileobj=file).structure
     steps = [step for step in structure if step["instruction"] != "COMMENT"]
@@ -167,17 +173,18 @@ def _pip_settings() -> str:
 
 
 def _pip_variables() -> dict[str, str]:
-    """Return pip's settings as variables, for example {"PIP_FIND_LINKS": "/wheels"}."""
+    """Return pip's settings as environment variables, such as {"PIP_FIND_LINKS": "/wheels"}."""
     found = re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", _pip_settings(), re.MULTILINE)
     settings = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in found}
     return settings | {"PIP_CERT": "/etc/host-certificates.crt"}
 
 
 def _pip_folders() -> list[str]:
-    """Return the local folders with the packages and constraints that pip is configured to use."""
+    """Return the local folders from which pip is configured to read packages and constraints."""
     settings = _pip_settings()
     named = map(Path, re.findall(r"(?<=['\s/])/(?:[\w.-]+/?)+", settings))
     folders = [path for path in named if path.is_dir()]
     folders += [Path(file).parent for file in re.findall(r"constraint='(/[^']+)'", settings)]
-    # An index in a folder named "simple" links to files beside this folder.
+    # A package index in a folder named "simple" contains links to files next to this folder, so the
+    # parent folder is returned.
     return sorted({str(path.parent if path.name == "simple" else path) for path in folders})

@@ -1,4 +1,4 @@
-"""The Helm chart renders to valid objects, which agree with the server and with the image."""
+"""Tests that the Helm chart yields valid Kubernetes objects that fit the server and the image."""
 
 import argparse
 import re
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="helm is missing; `make set
 
 
 def template(values):
-    """Return the finished process of `helm template`."""
+    """Run `helm template` with the given values, and return the finished process."""
     flags = [f"--set={value}" for value in values]
     return subprocess.run(
         [HELM, "template", "test", CHART, *flags], capture_output=True, text=True, check=False
@@ -38,7 +38,7 @@ def template(values):
 
 
 def render(values):
-    """Return the objects of the chart, by kind."""
+    """Return the Kubernetes objects of the chart: kind -> object."""
     rendered = template(values)
     assert rendered.returncode == 0, rendered.stderr
     return {item["kind"]: item for item in yaml.safe_load_all(rendered.stdout)}
@@ -161,7 +161,7 @@ def test_the_pods_of_the_gpu_variant_have_gpus_and_are_replaced_one_after_the_ot
 
 @pytest.fixture(scope="module")
 def serve():
-    """The parser of the command line of `nereid serve`."""
+    """The argument parser of `nereid serve`."""
     commands = argparse.ArgumentParser().add_subparsers()
     serve_command.add_parser(commands)
     return commands.choices["serve"]

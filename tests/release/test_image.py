@@ -1,7 +1,7 @@
-"""Both images, built without a container engine, serve a request from a read-only root.
+"""Tests that both container images serve a request on a read-only root file system.
 
-In the image for GPUs, Debian and the embedded Triton server replace NVIDIA's image, and the server
-uses the CPU.
+The images are built without a container engine. In the image for GPUs, Debian and the Triton server
+of the PyTriton wheel replace NVIDIA's image, and the server uses the CPU.
 """
 
 import json
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder():
-    """A folder that the image's user can reach. The folders of pytest belong to root alone."""
+    """A folder that the image's user can access. Only root can access pytest's own folders."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -61,7 +61,7 @@ def test_the_image_serves_a_request_as_an_unprivileged_user_on_a_read_only_root(
         with urllib.request.urlopen(request, timeout=300) as response:
             answer = json.load(response)
         assert answer["choices"][0]["message"]["content"]
-        # The log of the Triton server goes to the standard output.
+        # The Triton server must write its log to the standard output.
         assert "Started GRPCInferenceService" in log.read_text()
     finally:
         server.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The lock files contain all requirements with hashes, and yield a bill of materials."""
+"""Tests that the lock files contain all requirements with hashes, and of the bills of materials."""
 
 import json
 import re
@@ -17,7 +17,7 @@ VARIANTS = ("cpu", "cuda")
 
 
 def pins(variant):
-    """Return the requirements of a lock file by name, with the number of their hashes."""
+    """Return the requirements of a lock file: name -> (requirement, number of hashes)."""
     text = (LOCKS / f"{variant}.txt").read_text().replace("\\\n", " ")
     lines = [line.split(" --hash=") for line in text.splitlines() if line]
     requirements = [(Requirement(words[0].strip()), len(words) - 1) for words in lines]
@@ -25,7 +25,7 @@ def pins(variant):
 
 
 def requirements():
-    """Return the requirements of the three packages and of the extras of the lock files."""
+    """Return the requirements of the three packages, including the extras that are locked."""
     found = [Requirement("numpy<2")]
     for package, extra in re.findall(r"^\./(\w+)(.*)$", (LOCKS / "packages.in").read_text(), re.M):
         project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]

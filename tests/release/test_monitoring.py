@@ -1,4 +1,7 @@
-"""The dashboard, the alert rules and the compose file are valid, and ask for metrics that exist."""
+"""Tests that the dashboard, the alert rules and the compose file are valid.
+
+The dashboard and the rules must use only metrics that Nereid publishes.
+"""
 
 import contextlib
 import itertools
@@ -33,7 +36,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def dashboard_queries():
-    """Return the PromQL queries of all panels, with the values of the dashboard's variables."""
+    """Return the PromQL queries of all panels, with values in place of dashboard variables."""
     targets = itertools.chain.from_iterable(panel["targets"] for panel in DASHBOARD["panels"])
     texts = [target["expr"] for target in targets]
     return [text.replace("$instance", ".*").replace("$__rate_interval", "10s") for text in texts]
@@ -82,7 +85,10 @@ def test_the_dashboard_is_valid_for_the_schema_of_grafana():
 
 
 def contains(whole, part):
-    """Return whether `whole` has all members of `part`. The schema adds default values."""
+    """Return whether the JSON value `whole` contains all members of `part`, at every level.
+
+    `whole` may have more members, because Grafana's schema adds default values.
+    """
     if isinstance(part, dict):
         return all(name in whole and contains(whole[name], value) for name, value in part.items())
     if isinstance(part, list):
@@ -127,17 +133,17 @@ def prometheus(folder, target):
 
 
 def query(url, text):
-    """Return the samples of an instant query."""
+    """Send an instant query to Prometheus, and return the samples."""
     address = f"{url}/query?{urllib.parse.urlencode({'query': text})}"
     try:
         with urllib.request.urlopen(address, timeout=30) as response:
             return json.load(response)["data"]["result"]
     except (urllib.error.URLError, ConnectionError):
-        return []  # Prometheus has not started yet.
+        return []  # Prometheus has not started yet
 
 
 def wait_for_samples(url, texts):
-    """Return the queries that have no samples after a minute."""
+    """Wait until all queries have samples. Return the queries without samples after a minute."""
     missing, deadline = list(texts), time.monotonic() + 60
     while missing and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -160,7 +166,7 @@ def test_a_real_prometheus_has_samples_for_every_query_of_the_dashboard(tmp_path
             "chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
             "embeddings": {"input": "Hello"},
             "rerank": {"query": "a", "documents": ["b", "c"]},
-            "completions": {"prompt": ["a"] * 200},  # refused: max_prompts
+            "completions": {"prompt": ["a"] * 200},  # refused, because it exceeds max_prompts
         }
         for _ in range(5):  # a rate needs two samples of a time series
             for route, body in bodies.items():

@@ -1,4 +1,4 @@
-"""Nereid on a Ray cluster of two nodes, with servers that sleep instead of computing."""
+"""Tests of Nereid on a Ray cluster of two nodes. A scripted engine takes the place of a model."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` install
 # By default, Ray kills a proxy that does not answer within 5 s of its start. On a busy machine, the
 # start takes longer. Ray reads the variable when it is imported, and its processes inherit it.
 os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"
-with warnings.catch_warnings(action="ignore"):  # Ray itself causes warnings
+with warnings.catch_warnings(action="ignore"):  # the import of Ray causes warnings
     import ray.serve
 
 import httpx
@@ -40,9 +40,11 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = {"num_cpus": 4, "resources": {"server": 1}, "object_store_memory": 100 * 2**20}
+# Each server generates one token for each of at most 4 sequences every 500 ms, which is at most 8
+# tokens per second.
 STEP_MS = 500
 MAX_NUM_SEQS = 4
-# Each of the servers generates at most 8 tokens per second.
+# The default length of an answer.
 NUM_TOKENS = 5
 
 
@@ -60,7 +62,8 @@ def cluster():
 @pytest.fixture(scope="module")
 def url(cluster):
     (port,) = free_ports(1)
-    # Ray waits at most 60 s for its proxy, but the proxy goes on starting after that.
+    # Ray waits at most 60 s for its proxy. On a busy machine, the proxy needs more time, and its
+    # start continues after the TimeoutError.
     with contextlib.suppress(TimeoutError):
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     wait_until(lambda: accepts_connections(port))
@@ -69,7 +72,7 @@ def url(cluster):
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    """The options of one server for each node, with an endless scripted answer."""
+    """Options that place one server on each node. The scripted answers of the servers never end."""
     folder = tmp_path_factory.mktemp("model")
     rule = {"when": "", "text": "a b c d", "delay_ms": STEP_MS, "ends": False}
     (folder / "script.json").write_text(json.dumps([rule]))
@@ -89,7 +92,10 @@ def options(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deploy(options):
-    """Return a function that deploys the application with changed options, if they differ."""
+    """A function that deploys the application with changes to `options`.
+
+    The function does nothing if the same changes are already deployed.
+    """
     deployed = []
 
     def run(**changes):
@@ -104,10 +110,10 @@ class Stream:
     """A streamed chat completion that is read in a thread.
 
     Attributes:
-        replica: the replica that answers.
-        num_tokens: the number of chunks with content.
-        error: the error at the end, as a dictionary, or None.
-        is_complete: whether the stream ended with [DONE].
+        replica: the id of the replica that answers.
+        num_tokens: the number of chunks with content so far.
+        error: the error object that ended the stream, or None.
+        is_complete: whether the stream ended with `[DONE]`.
     """
 
     def __init__(self, url, text, max_tokens=NUM_TOKENS):
@@ -147,10 +153,10 @@ class Stream:
 
 @contextlib.contextmanager
 def reading(streams, one_by_one=False):
-    """Read streams in threads. At the end of the block, wait for the end of all streams.
+    """Read streams in threads during the `with` block. Then wait until all streams have ended.
 
-    With `one_by_one`, each stream begins after the first token of the stream before. The servers
-    then get the same number of streams.
+    With `one_by_one`, each stream begins after the first token of the previous stream, so that both
+    servers get the same number of streams.
     """
     with ThreadPoolExecutor(len(streams)) as threads:
         futures = []
@@ -164,7 +170,10 @@ def reading(streams, one_by_one=False):
 
 
 def tokens_per_s(url, num_clients=16, duration_s=20):
-    """Return the tokens per second of clients that send their next request after each response."""
+    """Return the number of tokens per second that `num_clients` clients receive together.
+
+    Each client sends its next request when it has received the response to its previous request.
+    """
     finished, end = [], time.monotonic() + duration_s
 
     def send(client):
@@ -224,7 +233,7 @@ def test_a_request_is_aborted_when_its_client_disconnects(url, deploy):
     with reading(after := [Stream(url, f"{time.time()} {n}", 2) for n in range(4)]):
         pass
     assert all(stream.is_complete for stream in after)
-    assert time.monotonic() - started < 30  # the streams above would take 1500 s
+    assert time.monotonic() - started < 30  # without the aborts, the first streams take 1500 s
 
 
 def test_errors_of_a_server_and_of_the_ingress_reach_the_client(url, deploy):
@@ -256,7 +265,7 @@ def test_only_the_streams_of_a_lost_node_fail_and_its_server_is_replaced(cluster
     assert 0 < len(kept) < len(streams)
     assert not any(stream.error for stream in kept)
     assert {stream.error["code"] for stream in streams if stream not in kept} == {"server_lost"}
-    # The head node serves alone, and a new node brings the capacity back.
+    # The server on the head node still answers. After a new node is added, two servers answer.
     assert Stream(url, "alone", 2).read().is_complete
     cluster.add_node(**NODE)
     wait_until(lambda: num_servers() == 2)
@@ -276,9 +285,9 @@ def test_a_server_is_added_while_requests_wait(url, deploy):
 @pytest.mark.parametrize(
     ("waiting", "usage", "expected"),
     [
-        ([12, 12, 12, 12], [0.1] * 4, 6),  # 12 waiting sequences, and the target is 8
-        ([0, 0], [0.9, 0.7], 2),  # the KV caches are used as much as they should be
-        ([0, 0], [1.0, 1.0], 2.5),  # the KV caches are full
+        ([12, 12, 12, 12], [0.1] * 4, 6),  # 12 waiting requests per server; the target is 8
+        ([0, 0], [0.9, 0.7], 2),  # the mean use of the KV caches equals the target of 0.8
+        ([0, 0], [1.0, 1.0], 2.5),  # all KV caches are full
         ([0, 0, 0, 0], [0.2] * 4, 1),
     ],
 )

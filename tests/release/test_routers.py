@@ -1,4 +1,4 @@
-"""Two routers from other projects distribute requests to two servers."""
+"""Tests that the routers of SGLang and vLLM can distribute requests to two Nereid servers."""
 
 import contextlib
 import itertools
@@ -28,7 +28,7 @@ def servers():
 
 @pytest.fixture(scope="module")
 def routers(servers, tmp_path_factory):
-    """Return the base URL of each router by its name. Both routers use both servers."""
+    """The base URL of each router: name -> URL. Both routers use both servers."""
     folder = tmp_path_factory.mktemp("routers")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     subprocess.run([folder / "bin" / "pip", "install", "--quiet", *ROUTERS], check=True)
@@ -38,7 +38,8 @@ def routers(servers, tmp_path_factory):
         for name, (program, *words) in ROUTERS.items():
             port, metrics_port = free_ports(2)
             flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
-            # With fewer failures than retries, a retry reaches the other server.
+            # A router must stop using a failed server before it has used up its retries. Therefore,
+            # two failures are enough to exclude a server.
             flags += ["--cb-failure-threshold", "2"]
             flags += ["--prometheus-port", str(metrics_port), "--worker-urls", *workers]
             log = stack.enter_context((folder / f"{name}.log").open("w"))
@@ -53,7 +54,7 @@ def routers(servers, tmp_path_factory):
 
 
 def ask(url, text, system="", **fields):
-    """Return the status of a chat completion, 0 without a connection."""
+    """Send a chat completion. Return the HTTP status, or 0 if the connection failed."""
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
     body = {"model": "chat", "messages": messages, "max_tokens": 4, **fields}
@@ -77,12 +78,15 @@ def wait_until(is_true, limit_s=120.0):
 
 
 def share_of_hits(url, servers, salt):
-    """Send six turns of eight conversations, and return the share of tokens with a prefix hit.
+    """Send six turns of eight conversations, and return the hit rate of the prefix caches.
+
+    The hit rate is the share of the prompt tokens that the prefix caches contained.
 
     Args:
-        url: where to send the requests.
+        url: the base URL to which the requests are sent.
         servers: the servers that answer.
-        salt: the first word of each conversation, so that no earlier request has its prefix.
+        salt: the first word of each conversation. It must be a new word, so that no earlier request
+            has filled the prefix caches with these conversations.
     """
     before = counters(servers)
     for turn, conversation in itertools.product(range(6), range(8)):
@@ -95,12 +99,12 @@ def share_of_hits(url, servers, salt):
 
 
 def counters(servers):
-    """Return the sums of the counters of prefix cache queries and hits."""
+    """Return the numbers of prefix cache queries and prefix cache hits, summed over the servers."""
     pages = []
     for served in servers:
         url = f"http://127.0.0.1:{served.metrics_port}/metrics"
         assert gauges.wait_for_rest(url) is None
-        time.sleep(1.2)  # counters are published once a second
+        time.sleep(1.2)  # a server publishes its counters once a second
         pages.append(gauges.read(url))
     names = ("prefix_cache_queries_total", "prefix_cache_hits_total")
     return [sum(page[name] for page in pages) for name in names]

@@ -1,4 +1,4 @@
-"""The wheels: what they contain, and that they serve the demo models without the repository."""
+"""Tests of the wheels: reproducible builds, contents, and serving without the repository."""
 
 import contextlib
 import hashlib
@@ -24,8 +24,8 @@ FOLDERS = {"nereid": ".", "parsers": "parsers", "backend": "backend", "client": 
 
 
 def run(*command: str | Path, folder: Path = ROOT) -> str:
-    """Return the standard output of a command that must succeed."""
-    # A commit between two builds would give their wheels different versions.
+    """Run a command that must succeed, and return its standard output."""
+    # The version is fixed, because a commit between two builds would change the version.
     environment = os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION": "0.0.1"}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -45,7 +45,7 @@ def build_wheel(name: str, target: Path, *options: str, folder: Path = ROOT) -> 
 
 @pytest.fixture(scope="module")
 def parsers_wheels(tmp_path_factory):
-    """Two builds of the wheel of the parsers."""
+    """The paths of two wheels of the package `nereid-parsers`, built one after the other."""
     return [build_wheel("parsers", tmp_path_factory.mktemp(n), "--wheel") for n in ("a", "b")]
 
 
@@ -70,9 +70,10 @@ def test_a_wheel_contains_its_modules_the_licence_and_the_version(parsers_wheels
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_two_builds_of_a_release_are_equal(tmp_path, monkeypatch, name):
-    """The folders of the builds have different names, and their files different dates and modes.
+    """Two builds are equal although the names of their source folders differ.
 
-    The wheel of the backend contains the compiled kernels.
+    The dates and the modes of the source files also differ. Only the wheel of the backend may
+    contain compiled kernels.
     """
     date = datetime(2026, 1, 2, 3, 4, 6, tzinfo=UTC)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", str(int(date.timestamp())))
@@ -144,7 +145,7 @@ def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_p
         with urllib.request.urlopen(request, timeout=120) as response:
             answer = json.load(response)
         assert answer["choices"][0]["message"]["content"]
-        # The engine uses the kernels of the wheel, and has built none.
+        # The engine must use the compiled kernels of the wheel and must not compile its own.
         assert any("attention/cpu/precompiled/" in maps for maps in memory_maps(environment))
         assert not list((tmp_path / "cache" / "nereid").glob("cpu-kernels-*"))
     finally:
@@ -153,7 +154,7 @@ def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_p
 
 
 def folder_without_compilers(folder: Path) -> Path:
-    """Return a folder with links to the programs of this machine, without compilers."""
+    """Create and return a folder with links to all programs of this machine except compilers."""
     programs = folder / "programs"
     programs.mkdir()
     for source in (path for place in ("/usr/bin", "/usr/sbin") for path in Path(place).iterdir()):
@@ -164,7 +165,7 @@ def folder_without_compilers(folder: Path) -> Path:
 
 
 def memory_maps(environment: Path) -> Iterator[str]:
-    """Yield the memory maps of all processes that run the Python of an environment."""
+    """Yield the memory map of each process that runs the Python of the given environment."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             maps = (process / "maps").read_text()

@@ -1,4 +1,7 @@
-"""A batch whose folder fails for a while continues, and does not disturb the other batches."""
+"""Tests that a batch continues after temporary faults, such as a full disk.
+
+A faulty batch must not stop other batches.
+"""
 
 import asyncio
 import errno
@@ -25,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Sender:
-    """Answers each request in the next iteration of the event loop."""
+    """A fake sender that answers each request in the next iteration of the event loop."""
 
     async def send(self, path, body, client):
         await asyncio.sleep(0)
@@ -33,7 +36,7 @@ class Sender:
 
 
 class SlowSender(Sender):
-    """Never answers the requests of the client "slow"."""
+    """A fake sender that never answers the requests of the client `slow`."""
 
     async def send(self, path, body, client):
         if client.name == "slow":
@@ -42,7 +45,7 @@ class SlowSender(Sender):
 
 
 class Keys:
-    """A key file that contains all clients."""
+    """A fake key file that contains every client."""
 
     def has(self, name):
         return True
@@ -89,7 +92,7 @@ async def ended(store, batch):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Make the first appends to result files fail. The fixture is a list of these failures."""
+    """A list of exceptions. Each append to a result file raises and removes one of them."""
     failures = []
     append = ResultFile.append
 
@@ -120,7 +123,7 @@ async def test_a_cancelled_batch_on_a_full_disk_does_not_stop_other_batches(
     async with running(store, num_slots=2) as runner:
         while full_disk:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)  # the batch now waits until it tries again
+        await asyncio.sleep(0.05)  # the batch is now waiting for its next attempt
         store.cancel(cancelled)
         runner.wake_up()
         await asyncio.sleep(0.05)
@@ -196,7 +199,7 @@ def test_a_full_disk_is_named_when_buffered_bytes_of_an_upload_are_written(store
     started = store.files.start_upload()
     started.write(b"a" * 1000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # like a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # simulates a full disk
     try:
         with pytest.raises(ApiError, match="cannot write into its folder"):
             started.write(b"a" * (16 << 20))
@@ -219,7 +222,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_deleted(store, monkeypat
 
 async def test_a_runner_that_is_woken_while_it_is_closed_ends(store):
     async with asyncio.timeout(5), running(store, num_slots=1) as runner:
-        await asyncio.sleep(0.1)  # The runner now waits for its next check.
+        await asyncio.sleep(0.1)  # the runner is now waiting for its next check
         runner.wake_up()
 
 
@@ -228,7 +231,7 @@ async def test_batches_continue_after_files_were_deleted_although_the_clock_was_
 ):
     monkeypatch.setattr(batch_runner, "_CLEAN_UP_EVERY_S", 0.01)
     batch = create(store, num_lines=1)
-    store.files.limits = FileLimits(count=100, num_bytes=1)  # all batches wait
+    store.files.limits = FileLimits(count=100, num_bytes=1)  # with this limit, all batches wait
     async with running(store, num_slots=2) as runner:
         while not runner._slots.is_paused:
             await asyncio.sleep(0.01)

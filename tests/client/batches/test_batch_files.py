@@ -1,4 +1,4 @@
-"""The parts of the Batch API: forms, lines, result files and a full disk."""
+"""Tests of the modules of the Batch API that parse forms and lines, and write result files."""
 
 import contextlib
 import json
@@ -137,7 +137,7 @@ def test_a_result_file_that_was_cut_anywhere_continues(tmp_path_factory, cut, nu
 
 
 def test_a_full_disk_leaves_whole_lines_only(tmp_path):
-    # The limit on the size of a file makes a write fail after a part of its bytes.
+    # The limit on the size of a file simulates a full disk: a write fails after some of its bytes.
     program = textwrap.dedent("""
         import resource, signal, sys
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""The Files and Batch APIs through the openai library, on a real socket."""
+"""Tests of the Files API and the Batch API with the openai library."""
 
 import json
 import os
@@ -282,7 +282,7 @@ def test_each_key_sees_only_its_own_files_and_batches(tmp_path):
         ):
             with pytest.raises(openai.NotFoundError):
                 call()
-        # A batch does not use up the limits of its key.
+        # The requests of a batch do not count towards the limits of the client's key.
         waiting = create(b, [line(n, f"<until {gate}>") for n in range(3)])
         b.chat.completions.create(model="echo", messages=[{"role": "user", "content": "x"}])
         keys.write_text('[a]\nkey = "key-a"\n')  # the key of the waiting batch is removed

@@ -1,4 +1,4 @@
-"""Batches continue after their process was killed."""
+"""Tests that a batch continues after the process of the frontend was killed."""
 
 import collections
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from warm_python import CONTEXT
 
 @contextmanager
 def frontend_process(folder):
-    """Run the frontend in a process of its own, and yield the process and a client."""
+    """Run the frontend in its own process, and yield the process and an openai client."""
     port = free_port()
     running = CONTEXT.Process(target=serve, args=(port, str(folder)), daemon=True)
     running.start()
@@ -37,7 +37,7 @@ def answers(client):
     [60, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
 def test_a_killed_frontend_answers_each_line_exactly_once(tmp_path, num_lines):
-    # The last quarter of the lines is not answered before the frontend is killed.
+    # The last quarter of the lines waits for a file that is created only after the kill.
     opened = tmp_path / "opened"
     waits = dict.fromkeys(range(num_lines * 3 // 4, num_lines), f"<until {opened}>")
     lines = [line(n, f"{waits.get(n, '')} word{n}") for n in range(num_lines)]
@@ -50,7 +50,8 @@ def test_a_killed_frontend_answers_each_line_exactly_once(tmp_path, num_lines):
     assert num_lines // 2 < output.read_bytes().count(b"\n") < num_lines
     opened.touch()
     with output.open("ab") as file:
-        file.write(b'{"id": "batch_req_1_1", "custom')  # as if the kill had interrupted the write
+        # The file ends like a file whose last write was interrupted by the kill.
+        file.write(b'{"id": "batch_req_1_1", "custom')
     with frontend_process(tmp_path / "folder") as (_, client):
         batch = finished(client, batch, timeout_s=900)
         answers = results(client, batch.output_file_id)

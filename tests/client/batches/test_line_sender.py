@@ -1,4 +1,4 @@
-"""The request of a batch line is sent again if the process of the model dies."""
+"""Tests that a batch line's request is sent again if the process of the model dies."""
 
 import json
 
@@ -12,7 +12,10 @@ DIED = "the engine process ended (signal 9). See the server's log for the reason
 
 
 class App:
-    """An application that answers each request with the next error message, or "" for success."""
+    """An ASGI application that answers each request with the next of the given error messages.
+
+    The message "" stands for a successful response.
+    """
 
     def __init__(self, *messages):
         self.messages = list(messages)

@@ -1,4 +1,4 @@
-"""Pooling requests with millions of values leave the event loop to other requests."""
+"""Tests that a large pooling request does not block the event loop for other requests."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""/score and /rerank with a model that has one vector for each token (MaxSim)."""
+"""Tests of `/score` and `/rerank` with a model that has one vector for each token (MaxSim)."""
 
 import threading
 
@@ -14,7 +14,7 @@ DOCUMENTS = ["abc", "xyz", "cab"]
 
 
 class RecordingArray(np.ndarray):
-    """Vectors that record the threads in which they are multiplied."""
+    """An array of vectors that records the ids of the threads in which it is multiplied."""
 
     threads: frozenset[int] = frozenset()
 
@@ -24,7 +24,10 @@ class RecordingArray(np.ndarray):
 
 
 class LetterVectors(FakePooling):
-    """An embedding model in which each letter has its own unit vector. No reranker is served."""
+    """A backend with an embedding model that gives each letter its own unit vector.
+
+    The backend serves no reranker.
+    """
 
     def __init__(self):
         super().__init__()
@@ -63,7 +66,7 @@ async def test_documents_are_ranked_by_their_late_interaction(ask, pooling):
 
 
 async def test_pages_that_are_images_are_ranked_by_their_late_interaction(ask, pooling):
-    # The fake model takes an image for the text "image".
+    # The fake model treats an image like the text "image".
     documents = ["xyz", {"image": "aGk="}]
     answer = (await ask("/v1/rerank", query="gem", documents=documents)).json()
     found = [(one["index"], one["relevance_score"]) for one in answer["results"]]

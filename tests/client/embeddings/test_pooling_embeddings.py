@@ -1,4 +1,4 @@
-"""/v1/embeddings, /embed, /embed_all, /embed_sparse and /pooling over a fake backend."""
+"""Tests of the routes for embeddings, such as `/v1/embeddings` and `/pooling`."""
 
 import asyncio
 import base64
@@ -518,4 +518,4 @@ async def test_a_type_that_is_repeated_many_times_is_encoded_once(ask, monkeypat
 async def test_each_vector_of_a_token_has_its_own_bits(ask):
     answer = await ask("/pooling", input=["ab"], task="token_embed", output_dtype="ubinary")
     (row,) = [item["data"] for item in answer.json()["data"]]
-    assert row == [[0b11110000], [0b11110000]]  # four positive numbers for each of two tokens
+    assert row == [[0b11110000], [0b11110000]]  # each of two tokens has four positive numbers

@@ -1,4 +1,4 @@
-"""/v1/rerank, /v2/rerank, /rerank, /v1/score and /classify over a fake backend."""
+"""Tests of the routes for reranking, scoring and classification."""
 
 import asyncio
 import json
@@ -74,7 +74,8 @@ async def test_documents_may_be_images(ask, pooling):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     documents = ["a red fox", image, {"content": [{"image": "aGk="}]}]
     answer = (await ask("/v1/rerank", query="image", documents=documents)).json()
-    # The fake reranker takes each image for the text "image". The response repeats only texts.
+    # The fake reranker treats each image like the text "image". The response contains the
+    # documents that are texts, but not the images.
     assert answer["results"] == [
         {"index": 1, "relevance_score": 1.0},
         {"index": 2, "relevance_score": 1.0},

@@ -1,4 +1,4 @@
-"""/predict and /pooling with a classifier of single tokens."""
+"""Tests of `/predict` and `/pooling` with a model that classifies each token."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,8 @@ pytestmark = pytest.mark.anyio
 LABELS = ["O", "B-LOC", "I-LOC", "B-PER"]
 TEXT = "in New York Rome Bo"
 OFFSETS = np.array([[0, 0], [0, 2], [3, 6], [6, 11], [12, 16], [17, 19], [0, 0]])
-BEST = [0, 0, 1, 2, 1, 3, 1]  # the last token is a special token with a label
+# The index of the best label of each token. The last token is a special token, but has a label.
+BEST = [0, 0, 1, 2, 1, 3, 1]
 
 
 def probabilities(best=BEST, score=0.7):
@@ -20,7 +21,7 @@ def probabilities(best=BEST, score=0.7):
 
 @pytest.fixture
 def tagger(pooling):
-    """A classifier of characters, which labels each `y`."""
+    """A backend whose model classifies each character. The letter `y` has the label `B-Y`."""
     pooling.kinds["rerank"] = ["token_classify"]
     pooling.labels = ["O", "B-Y"]
     return pooling

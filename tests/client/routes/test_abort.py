@@ -1,4 +1,4 @@
-"""POST /abort_request and /abort_requests: running requests are aborted by their ids."""
+"""Tests of `POST /abort_request` and `/abort_requests`, which abort requests by their ids."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ async def test_a_stream_that_is_aborted_ends_with_an_error(connect, backend, chu
         body = {"messages": SLOW, "stream": True, "rid": "a"}
         task = asyncio.create_task(client.post(CHAT, json=body))
         await until(lambda: backend.active)
-        for _ in range(100):  # after these turns of the event loop, the response has started
+        for _ in range(100):  # after 100 iterations of the event loop, the response has started
             await asyncio.sleep(0)
         await client.post("/abort_requests", json={"request_ids": ["a"]})
         chunks = chunks_of(await task, done=False)
@@ -86,7 +86,7 @@ async def test_a_client_can_abort_only_its_own_requests(connect, backend, tmp_pa
         await until(lambda: backend.active)
         answer = await post("key-2", "/abort_request", abort_all=True)
         assert answer.json() == {"num_aborted": 0}
-        # The server is at its limit of one request, but it accepts an abort.
+        # One request, the maximum, is running, but the frontend still accepts an abort.
         answer = await post("key-1", "/abort_request", rid="a")
         assert answer.json() == {"num_aborted": 1}
         assert (await task).status_code == 499

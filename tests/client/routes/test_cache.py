@@ -1,4 +1,4 @@
-"""The route /v1/cache, and the request fields that retain cached prefixes."""
+"""Tests of the route `/v1/cache`, and of the request fields that retain cached prefixes."""
 
 import json
 

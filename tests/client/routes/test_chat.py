@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions with the echo model as the backend."""
+"""Tests of `POST /v1/chat/completions` with the echo model."""
 
 import json
 
@@ -11,7 +11,7 @@ MARKUP = f"<think>it asks</think>let me look{CALL}{CALL}"
 
 
 def fold(chunks):
-    """Return the message of a stream, as a client builds it."""
+    """Return the message that a client builds from the chunks of a stream."""
     message = {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": {}}
     for chunk in chunks:
         for choice in chunk["choices"]:

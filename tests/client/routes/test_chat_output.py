@@ -1,4 +1,7 @@
-"""Options of a chat completion's output: choices, log-probabilities, token ids, reasoning."""
+"""Tests of the fields that control the output of a chat completion.
+
+The fields concern choices, log-probabilities, token ids and reasoning.
+"""
 
 import json
 
@@ -11,7 +14,7 @@ MARKUP = "<think>it asks</think>let me look"
 
 
 def fold(chunks):
-    """Return the reasoning and the content of a stream."""
+    """Return the reasoning and the content that the chunks of a stream add up to."""
     message = {"content": "", "reasoning": ""}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -119,7 +122,7 @@ async def test_each_tokens_logprob_is_streamed_once_also_where_its_text_is_held_
             streamed[choice["index"]] += choice["logprobs"]["content"]
             alone += choice["delta"] == {} and choice["finish_reason"] is None
     assert streamed == [choice["logprobs"]["content"] for choice in whole]
-    assert alone  # tokens without text have chunks of their own
+    assert alone  # log-probabilities of held-back tokens come in chunks without text
 
 
 async def test_prompt_logprobs_have_vllms_shape(chat):

@@ -1,4 +1,4 @@
-"""POST /v1/completions with the echo model as the backend."""
+"""Tests of `POST /v1/completions` with the echo model."""
 
 import json
 
@@ -102,7 +102,7 @@ async def test_best_of_gives_the_likeliest_tokens_on_average_first(complete, bac
         "a" + (f" #{index}" if index else "") for index in ranked[:3]
     ]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
-    assert body["usage"]["completion_tokens"] == 1 + 4 * 2  # all generated choices count
+    assert body["usage"]["completion_tokens"] == 1 + 4 * 2  # the tokens of all five choices
 
 
 async def test_best_of_as_many_as_n_keeps_their_order(complete):

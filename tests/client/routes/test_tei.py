@@ -1,4 +1,7 @@
-"""/predict, /decode and /info in TEI's format."""
+"""Tests of `/predict`, `/decode` and `/info`, which have the format of TEI.
+
+TEI is Hugging Face's server Text Embeddings Inference.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""POST /template/inspect."""
+"""Tests of `POST /template/inspect`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""POST /tokenize with the echo model as the backend."""
+"""Tests of `POST /tokenize` and `POST /detokenize` with the echo model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: the field `model` selects one, and two routes load and unload them."""
+"""Tests of the routes that load and unload LoRA adapters and that replace the model's weights."""
 
 import json
 

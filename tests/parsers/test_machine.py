@@ -111,10 +111,29 @@ def test_blank_lines_next_to_markers_are_markup_but_indentation_is_not():
     assert (message.reasoning, message.content) == (" hm", "    code\n")
 
 
-def test_reasoning_can_open_after_another_marker_but_not_after_text():
-    text = "<think>a</think><think>b</think>c<think>d</think>"
-    message = parsed(QWEN, text, 1)
-    assert (message.reasoning, message.content) == ("ab", "c<think>d</think>")
+@pytest.mark.parametrize("size", [1, 3, 10**9])
+def test_an_answer_may_contain_several_blocks_of_reasoning(size):
+    text = (
+        "<think>\na\n</think>\n<think>b</think>c.<think>d</think>\ne\n\n<think>\nf\n</think>\n\ng"
+    )
+    message = parsed(QWEN, text, size)
+    assert message.reasoning == "a\nb\nd\nf"
+    assert message.content == "c.\ne\n\n\n\ng"
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**9])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Write <think> first.",
+        'Write `<think>`, then "</think>".',
+        "写入<think>标签",
+        "```text\n<think>\na\n</think>\n```",
+    ],
+)
+def test_an_opening_marker_that_the_content_quotes_stays_in_the_content(content, size):
+    message = parsed(QWEN, f"<think>a</think>{content}\n<think>b</think>", size)
+    assert (message.reasoning, message.content) == ("a\nb", content)
 
 
 def test_an_opening_marker_inside_reasoning_is_text():

@@ -14,6 +14,7 @@ from nereid_parsers.stream.pattern_matching import (
     NO_MATCH,
     Mismatch,
     is_special_token,
+    looks_like_markup,
     skip_whitespace,
 )
 from nereid_parsers.stream.reader_context import ReaderContext
@@ -345,11 +346,12 @@ class ReasoningReader:
         return self._reasoning_state
 
     def _opens_reasoning(self, marker: str) -> bool:
-        """Return whether an opening marker, such as `<think>`, in the content starts reasoning.
+        r"""Return whether an opening marker, such as `<think>`, in the content starts reasoning.
 
             `<think>Hm`              True: the marker starts the message.
             `</tool_call><think>Hm`  True: another marker directly precedes the marker.
             `Hi <|think|>Hm`         True: ordinary text contains no special token.
+            `Hi.\n<think>Hm`         True: the text before the tag does not quote the tag.
             `Write <think> first.`   False: ordinary text may contain this marker.
 
         If the policy requires that tool calls come first, only the first example is reasoning.
@@ -358,7 +360,9 @@ class ReasoningReader:
             return True
         if self._calls_must_come_first:
             return False
-        return self._text_writer.is_after_marker or is_special_token(marker)
+        if self._text_writer.is_after_marker or is_special_token(marker):
+            return True
+        return looks_like_markup(marker) and not self._text_writer.quotes_next_tag()
 
     def close_in_content(self, marker: str) -> State | None:
         """Remove a superfluous closing marker, such as `</think>`, that is found in the content.

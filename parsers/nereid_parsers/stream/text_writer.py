@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
+from nereid_parsers.stream.last_line import LastLine
 
 # A function that is called for each piece of a message, in order. The arguments are the
 # classification of the piece, such as "content", and its text. Example: for
@@ -90,8 +91,9 @@ class TextWriter:
     """
 
     __slots__ = (
-        "_content_separator", "_events", "_last_text_type", "_num_prompt_chars", "_pending_parts",
-        "_tracer", "_trailing_whitespace", "has_content", "is_after_marker",
+        "_content_separator", "_events", "_has_reasoning", "_last_line", "_last_text_type",
+        "_num_prompt_chars", "_pending_parts", "_tracer", "_trailing_whitespace", "has_content",
+        "is_after_marker",
     )  # fmt: skip
 
     def __init__(self, events: list[Event], *, may_reread_calls: bool) -> None:
@@ -109,6 +111,8 @@ class TextWriter:
         # The white space between the last content and a marker, such as the line break in
         # `One\n<call>..</call>Two`. The next content event starts with this white space.
         self._content_separator = ""
+        self._last_line = LastLine()  # Of the content.
+        self._has_reasoning = False  # Whether an event for reasoning has been appended.
         # The number of characters at the start of the next text that belong to the prompt. Example:
         # the prompt ends with `<th`, so the next text is `<think>`, and this number is 3.
         self._num_prompt_chars = 0
@@ -121,6 +125,13 @@ class TextWriter:
     def has_text_since_marker(self) -> bool:
         """Whether text other than white space has been written since the last marker."""
         return self._last_text_type is not None
+
+    def quotes_next_tag(self) -> bool:
+        """Return whether the text before the next tag, such as `<think>`, shows that it is quoted.
+
+        Examples: the tag is quoted in `Write <think>`, and not in `Hi.<think>`.
+        """
+        return self._last_line.quotes_next_tag("".join(self._trailing_whitespace))
 
     def set_trace(self, trace: Trace | None) -> None:
         """From now on, call `trace` with each piece of text and its classification."""
@@ -138,6 +149,9 @@ class TextWriter:
     def write_reasoning(self, text: str) -> None:
         r"""Append an event for the reasoning `text`, but store its trailing white space for later.
 
+        If earlier reasoning has ended, as in `<think>A</think>Hi<think>B`, a line break separates
+        the two texts.
+
         Example: after a marker, `write_reasoning("\n\nHm.\n")` appends `ReasoningDelta("Hm.")`. The
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
         next text starts with this line break, unless a marker follows.
@@ -149,7 +163,9 @@ class TextWriter:
             ready_text = self._drop_blank_lines(ready_text)
         if self._tracer.function is not None:
             self._tracer.function(_REASONING, ready_text)
-        self._events.append(ReasoningDelta(ready_text))
+        starts_new_block = self._has_reasoning and not self.has_text_since_marker
+        self._events.append(ReasoningDelta("\n" + ready_text if starts_new_block else ready_text))
+        self._has_reasoning = True
         self.is_after_marker = False
         self._last_text_type = ReasoningDelta
 
@@ -213,8 +229,10 @@ class TextWriter:
         # The trace function has already received `_content_separator`, as a part of the markup.
         if self._tracer.function is not None:
             self._tracer.function(_CONTENT, text)
-        self._events.append(ContentDelta(self._content_separator + text, fault))
+        text = self._content_separator + text
+        self._events.append(ContentDelta(text, fault))
         self._content_separator = ""
+        self._last_line.add(text)
         self.has_content = True
         self.is_after_marker = False
         self._last_text_type = ContentDelta
@@ -407,6 +425,7 @@ class TextWriter:
         # White space of the prompt must not be written before the first content of the output.
         self._trailing_whitespace = []
         self._content_separator = ""
+        self._has_reasoning = False
         # The pending text and the unwritten characters belong to the prompt, but they stay stored,
         # because later text shows whether they are content.
         self._num_prompt_chars = len(self.pending_text) + num_unwritten_chars

@@ -1,0 +1,59 @@
+"""Decides whether a tag in the content, such as `<think>`, is quoted."""
+
+from __future__ import annotations
+
+import re
+
+_CODE_FENCE = "```"
+# Matches a character after which a tag is not quoted, as in `Done.<think>`. Chinese text has no
+# white space between words, so a quoted tag may directly follow a Chinese character.
+_find_end_of_words = re.compile(r"[A-Za-z0-9.!?…。！？]\Z").search
+# Only the first characters and the last character of a line are stored.
+_MAX_STORED_CHARS = 20
+_NUM_FIRST_CHARS = 10
+
+
+class LastLine:
+    """The last line of the content, which shows whether the next tag is quoted."""
+
+    __slots__ = ("_is_in_code_block", "_text")
+
+    def __init__(self) -> None:
+        """Create the empty line at the start of the content."""
+        self._text = ""
+        self._is_in_code_block = False
+
+    def add(self, text: str) -> None:
+        """Add the next piece of the content."""
+        *finished_lines, last_line = (self._text + text).split("\n")
+        for line in finished_lines:
+            if _is_code_fence(line):
+                self._is_in_code_block = not self._is_in_code_block
+        if len(last_line) > _MAX_STORED_CHARS:
+            last_line = last_line[:_NUM_FIRST_CHARS] + last_line[-1]
+        self._text = last_line
+
+    def quotes_next_tag(self, whitespace: str) -> bool:
+        r"""Return whether a tag after this line and `whitespace` is a part of the text.
+
+        The first line that applies decides:
+
+            content and tag               result
+            any text in a code block      True
+            `Hi.\n\n<think>`              False, because the tag starts a line
+            `Write <think>`               True
+            `Hi.<think>`, `Hi<think>`     False
+            `(<think>`                    True
+        """
+        starts_line = "\n" in whitespace
+        follows_fence = starts_line and _is_code_fence(self._text)
+        if self._is_in_code_block != follows_fence:
+            return True
+        if whitespace:
+            return not starts_line
+        return _find_end_of_words(self._text) is None
+
+
+def _is_code_fence(line: str) -> bool:
+    """Return whether a line opens or closes a code block in Markdown."""
+    return line.lstrip().startswith(_CODE_FENCE)

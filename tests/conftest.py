@@ -54,7 +54,7 @@ def served():
     The fixture also checks how the server ends: on SIGTERM, `nereid serve` must end all of its
     processes and return exit code 0.
     """
-    # The tests of parsers/ use this file, too, but they run without these packages.
+    # The imports are here because the tests of parsers/ use this file, but run without psutil.
     import psutil
 
     from loadtest.server.served import Served
@@ -62,7 +62,8 @@ def served():
     with Served(arguments=["--log-level=warning"]) as running:
         yield running
         children = psutil.Process(running.process.pid).children(recursive=True)
-        assert len(children) >= 6  # tritonserver, its stubs, the engine, two workers, the frontend
+        # The children are tritonserver, its stubs, the engine, two workers and the frontend.
+        assert len(children) >= 6
         assert running.stop() == 0
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
@@ -75,7 +76,7 @@ def fork_server():
     All other servers, such as the server of the fixture `served`, start their own fork server,
     which is the default of `nereid serve`.
     """
-    # The tests of parsers/ use this file, too, but they run without these packages.
+    # The import is here because the tests of parsers/ use this file, but run without psutil.
     from fakes.shared_fork_server import run_fork_server
 
     with run_fork_server() as variable:
@@ -122,7 +123,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _group_of(nodeid):
-    """Return the group of a test's file, or the file if it belongs to no group."""
+    """Return the group to which a test's file belongs. Without a group, return the file itself."""
     file = nodeid.split("::", 1)[0]
     return _GROUP_OF_FILE.get(file, file)
 
@@ -139,7 +140,7 @@ def pytest_xdist_make_scheduler(config, log):
             return _group_of(nodeid)
 
         def remove_node(self, node):
-            """Return the test during which the process died, and let others run its further tests.
+            """Return the test during which a process died. Let other processes run the rest.
 
             The method of the base class would run the crashing test again in up to eight processes.
             """
@@ -202,6 +203,6 @@ def _marked_processes(mark):
         try:
             if mark in (folder / "environ").read_bytes():
                 found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:  # the process ended, or belongs to another user
+        except OSError:  # the process has ended or belongs to another user
             continue
     return found

@@ -32,7 +32,7 @@ def run_python(
         folder: the working directory of the program.
         timeout_s: the time limit in seconds.
 
-    Raises: subprocess.TimeoutExpired.
+    Raises: subprocess.TimeoutExpired if the program has not ended after `timeout_s` seconds.
     """
     with tempfile.TemporaryDirectory() as outputs:
         files = [Path(outputs) / name for name in ("stdout", "stderr")]

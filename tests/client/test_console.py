@@ -29,4 +29,4 @@ def test_a_server_whose_disk_is_full_continues_to_run():
         program = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM], stdin=subprocess.DEVNULL, stdout=full, stderr=full
         )
-        assert program.wait(30) in (7, 120)  # 120: Python could not flush the output at the end
+        assert program.wait(30) in (7, 120)  # 120: Python cannot flush the output

@@ -1,4 +1,4 @@
-"""Tests that repeated losses of the connection to the Triton server leak no files and channels.
+"""Tests that repeated losses of the connection to the Triton server leak no files or channels.
 
 The test runs this module as a program, which loses the connections and measures the leaks.
 """

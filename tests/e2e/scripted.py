@@ -38,9 +38,9 @@ def checkpoint(folder, template, markers, bos, eos):
 
 
 def scripted(model, script, folder, **settings):
-    """Return a server (not yet started) whose engine answers as the rules in `script` say."""
+    """Return a server that is not started yet. The rules in `script` determine its answers."""
     path = folder / "script.json"
-    # Before `nereid serve` reports that it is ready, it sends this prompt.
+    # The last rule is for the prompt that `nereid serve` sends before it reports that it is ready.
     path.write_text(json.dumps([*script, {"when": "Once upon a time", "text": "there was"}]))
     environment = {
         "NEREID_ENGINE": "scripted",

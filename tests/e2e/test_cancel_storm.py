@@ -1,4 +1,4 @@
-"""Runs `loadtest.faults.cancel_storm`, in which clients disconnect at random times, for seconds."""
+"""Tests that clients which disconnect at random times disturb neither the engine nor others."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ NUM_REQUESTS = 120
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Longer time limits, because on a busy machine a server detects a lost client later."""
+    """Extend the time limits, because on a busy machine a server detects a lost client later."""
     monkeypatch.setattr(leftovers, "_LIMIT_S", 60.0)
     monkeypatch.setattr(leftovers, "_CLOSED_S", 30.0)
 
@@ -43,8 +43,8 @@ def judge(storm):
 def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_nothing(lengths):
     storm, watch = blow(cancel_storm_requests.demo(random.Random(SEED), 1, lengths))
     judge(storm)
-    # Triton server 2.51 can crash, which resets the counters. On a busy machine, the count is low,
-    # because many clients leave before their requests have reached the engine.
+    # Triton server 2.51 can crash, which resets the counter. The expected number is low, because on
+    # a busy machine many clients leave before their requests have reached the engine.
     if not watch.outages:
         assert watch.totals["requests_disconnected_total"] > 0
 

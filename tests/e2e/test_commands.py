@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
-@pytest.mark.long  # a shorter test, of a page in docs/, also starts and stops `tritonserver`
+@pytest.mark.long  # short runs test a page of docs/ that also starts and stops `tritonserver`
 def test_plain_tritonserver_serves_the_repository(tmp_path):
     http, grpc = free_ports(2)
     command = [

@@ -53,7 +53,7 @@ def texts(client):
 
 
 def engines(server, number):
-    """Return a list of the engine process with this number. The list is empty during a restart."""
+    """Return a list with the engine process of this number. It is empty during a restart."""
     found = []
     for child in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -147,7 +147,10 @@ def strict(tmp_path_factory):
 
 def asker(url):
     def ask(content, **fields):
-        """Send a request with and without streaming, compare the two messages, and return one."""
+        """Send a request with and without streaming. Check that both answers are equal.
+
+        Return the message of the answer.
+        """
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             body = {
                 "model": client.models.list().data[0].id,

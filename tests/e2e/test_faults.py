@@ -1,4 +1,4 @@
-"""Tests that requests end with an error when the engine process dies, and that it is restarted."""
+"""Tests that a dead engine process is restarted, and that its requests end with an error."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ def engine_process(served):
     return next(
         p
         for p in descendants
-        if p.status() != psutil.STATUS_ZOMBIE  # a zombie has no command line
+        if p.status() != psutil.STATUS_ZOMBIE  # a zombie process has no command line
         and "nereid_backend.serving.executor.engine_process" in " ".join(p.cmdline())
     )
 

@@ -149,7 +149,7 @@ def test_a_video_is_answered_or_refused_by_name(ask, post):
 
     if is_torchvision_available():
         first, usage = ask(video(50))
-        # The model merges two frames, and two by two patches of them, into one token.
+        # One token represents two by two patches of two frames.
         assert usage["prompt_tokens"] > 12
         second, again = ask(video(50))
         assert second["message"] == first["message"]

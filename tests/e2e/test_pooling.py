@@ -1,4 +1,4 @@
-"""Tests of the embedding model and the reranker on a real server, over HTTP and over tensors."""
+"""Tests of the embedding model and the reranker on a real server, over HTTP and over gRPC."""
 
 import asyncio
 import concurrent.futures

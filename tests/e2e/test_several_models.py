@@ -77,7 +77,7 @@ def states(server):
 def test_requests_select_a_model_by_its_name_or_alias(client, server):
     assert [model.id for model in client.models.list()] == ["chat", "gpt-4o", "other", "org/search"]
     assert client.models.retrieve("gpt-4o").root == "chat"
-    assert states(server).get("other") != "READY"  # the list loads no model
+    assert states(server).get("other") != "READY"  # listing the models must not load a model
     for name, model in (("chat", "chat"), ("gpt-4o", "chat"), ("other", "other")):
         answer = chat(client, name)
         assert (answer.model, answer.choices[0].message.content) == (model, "fast")

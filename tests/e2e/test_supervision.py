@@ -1,4 +1,4 @@
-"""Tests that `nereid serve` restarts a dead frontend or Triton stub, and that it shuts down."""
+"""Tests of how `nereid serve` handles SIGTERM and the death of the frontend or a Triton stub."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Tests of `nereid serve --tensor-parallel-size=2`, where the process of one rank is killed."""
+"""Tests of `nereid serve --tensor-parallel-size=2`. The tests kill the process of one rank."""
 
 import contextlib
 

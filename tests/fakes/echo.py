@@ -42,7 +42,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error. `code` is the name of a gRPC status code."""
+    """An error that ends a request. The attribute `code` is the name of a gRPC status code."""
 
     code: str
     message: str

@@ -72,7 +72,7 @@ class FakeBackend:
         finally:
             if not ended:
                 self.aborted.append(generation.request_id)
-            # This must be the last step, because the tests' thread waits for it.
+            # Remove the id last, because a test in another thread waits until `active` is empty.
             self.active.discard(generation.request_id)
 
     async def tokenize(self, generation: Generation) -> list[int]:

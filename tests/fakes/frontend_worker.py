@@ -1,6 +1,7 @@
 """A program that runs the frontend with the echo model in several processes.
 
-Started by a test, the program runs a `WorkerPool`, which starts the same program as each worker.
+When a test starts the program, it runs a `WorkerPool`. The pool starts the same program again for
+each worker process.
 """
 
 import sys

@@ -16,7 +16,7 @@ from fakes.fake_backend import FakeBackend
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
+    """Return the number of a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

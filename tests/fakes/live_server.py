@@ -112,7 +112,7 @@ class Serve:
 def _command_line(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # or a zombie
+    except psutil.NoSuchProcess:  # the process has ended or is a zombie
         return ""
 
 

@@ -1,4 +1,4 @@
-"""A guide (constraint of the allowed tokens) for the sampler's tests, simple to check by hand."""
+"""A simple guide for the sampler's tests. A guide decides which tokens may follow."""
 
 import numpy as np
 from nereid_backend.errors import EngineError

@@ -1,4 +1,4 @@
-"""Tests that the lock files contain all requirements with hashes, and of the bills of materials."""
+"""Tests of the lock files (all requirements, with hashes) and of the bills of materials."""
 
 import json
 import re

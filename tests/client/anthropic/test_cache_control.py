@@ -1,3 +1,5 @@
+"""Tests of the field `cache_control` in requests of Anthropic's API."""
+
 import pytest
 from nereid_client.anthropic.cache_control import cache_retention
 from nereid_client.anthropic.chat_translation import chat_request

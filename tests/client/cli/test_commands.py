@@ -261,7 +261,7 @@ def test_doctor_accepts_the_flags_of_serve_and_names_the_failed_check(capsys):
     assert "failed" in capsys.readouterr().out
 
 
-@pytest.mark.long  # two processes import torch
+@pytest.mark.long  # the test is slow, because two processes import torch
 @pytest.mark.parametrize("command", [["convert", "a", "b", "int8"], ["doctor", "a"]])
 def test_a_command_that_needs_the_backend_names_the_missing_package(monkeypatch, capsys, command):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -279,7 +279,7 @@ def test_convert_writes_a_new_checkpoint(tmp_path, capfd):
     assert "new is not empty" in capfd.readouterr().err
 
 
-@pytest.mark.long  # two processes import torch
+@pytest.mark.long  # the test is slow, because two processes import torch
 def test_doctor_describes_a_checkpoint(capsys):
     demo = Path(__file__).parents[3] / "demo" / "chat"
     assert main(["doctor", "--json", str(demo)]) == 0

@@ -67,7 +67,7 @@ async def test_a_response_may_carry_several_choices(backend):
     for delta in deltas:
         texts[delta.get("index", 0)] += delta.get("text", "")
     assert texts == ["a b", "a b #1", "a b #2"]
-    assert [delta["index"] for delta in deltas[1:3]] == [1, 2]  # the deltas of the first response
+    assert [delta["index"] for delta in deltas[1:3]] == [1, 2]  # both belong to the first response
     assert sum("finish_reason" in delta for delta in deltas) == 3
 
 

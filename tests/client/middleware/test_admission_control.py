@@ -1,4 +1,4 @@
-"""Tests that the frontend limits the number and the duration of requests, and of its draining."""
+"""Tests of the frontend's limits on the number and duration of requests, and of its draining."""
 
 import asyncio
 import collections

@@ -156,7 +156,7 @@ def test_a_change_of_the_key_file_keeps_what_every_client_has_used(write):
     now[0] = 1.1
     write(limited.format(3))
     assert keys.find("a").rejection(1.1) is not None
-    assert keys.find("b").rejection(1.1) is None  # one more request than before is allowed
+    assert keys.find("b").rejection(1.1) is None  # the new limit allows one more request
     b.count_request(1.1)
     assert b.rejection(1.1) is not None
 

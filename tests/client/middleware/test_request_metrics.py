@@ -238,7 +238,7 @@ async def test_the_first_burst_after_a_start_is_not_limited_by_the_servers_own_c
 
 @pytest.fixture
 def server_metrics():
-    """The URL of a metrics page with the content `SERVER_PAGE`, as of a Triton server."""
+    """The URL of a page with the content `SERVER_PAGE`, which stands for Triton's metrics page."""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

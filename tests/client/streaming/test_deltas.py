@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def source(*items, log=None):
-    """Process the items in order: yield a delta, sleep for a float, and raise an exception.
+    """Yield the deltas among the items, sleep for each number of seconds, and raise each error.
 
     Append "closed" to `log` when the generator ends or is closed.
     """

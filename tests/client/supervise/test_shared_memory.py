@@ -1,3 +1,5 @@
+"""Tests that `nereid serve` deletes the shared memory of killed servers."""
+
 from nereid_client.supervise.shared_memory import reserve_prefix
 
 
@@ -7,7 +9,8 @@ def test_only_the_shared_memory_of_killed_servers_is_deleted(tmp_path):
         region.touch()
         return region
 
-    (tmp_path / "lock_of_nereid_1_01234567_").touch()  # the kernel has released the lock
+    # When a server is killed, the kernel releases its lock, but the lock file remains.
+    (tmp_path / "lock_of_nereid_1_01234567_").touch()
     killed, other = create("nereid_1_01234567_"), create("other_")
     with reserve_prefix("nereid_1_89abcdef_", tmp_path):
         first = create("nereid_1_89abcdef_")

@@ -1,6 +1,7 @@
-"""Replaces Triton server's Python API, which exists only in its stubs, by a small implementation.
+"""A fake of Triton server's Python API, the module `triton_python_backend_utils`.
 
-Import this module before the modules of nereid_backend.serving that import the API.
+The real module exists only in the stub processes of a Triton server. Import this module before the
+modules of nereid_backend.serving that import the API.
 """
 
 import sys

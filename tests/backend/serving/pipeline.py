@@ -1,4 +1,4 @@
-"""Runs the three steps of the ensemble in one process, without a server, on a scripted engine."""
+"""Runs the models of the ensemble in one process, with a scripted engine and without a server."""
 
 import itertools
 import json
@@ -18,7 +18,10 @@ from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_params
 
 
 class Pipeline:
-    """The tokenizer, a scripted engine and the postprocessor of one checkpoint."""
+    """The Triton models of one checkpoint: tokenizer, executor and postprocessor.
+
+    A scripted engine replaces the executor. It gives the answers in `script`.
+    """
 
     def __init__(self, model, script, folder, monkeypatch, **settings):
         path = folder / "script.json"
@@ -37,7 +40,12 @@ class Pipeline:
         self.num_steps = 0
 
     def ask(self, **inputs):
-        """Return the responses of a request as dicts of output lists. Raise an error response."""
+        """Send a request, and return its responses. Each response is a dict of output lists.
+
+        Raises:
+            RequestError: if the response is an error that the client caused.
+            EngineError: if the response is another error.
+        """
         reply = self.tokenizer.respond(Request(**inputs))
         given = _outputs(reply)
         envelope = RequestEnvelope.unpack(given[tensor_names.ENVELOPE])

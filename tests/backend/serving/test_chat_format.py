@@ -1,4 +1,4 @@
-"""The chat format of a checkpoint is derived once, and then read from the cache folder."""
+"""Tests that the chat format of a checkpoint is derived once and then read from a cache folder."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ def model(tmp_path, monkeypatch):
 
 @pytest.fixture
 def analyses(monkeypatch):
-    """The arguments of each analysis."""
+    """A list that collects the arguments of each analysis of a chat template."""
     calls, analyse = [], chat_format._derive_without_cache
 
     def count(*args):
@@ -36,6 +36,7 @@ def analyses(monkeypatch):
 
 
 def choose(model, **settings):
+    """Return the chat format of a checkpoint, and the logged lines."""
     lines = []
     fmt = choose_format(ServingSettings(model=str(model), **settings), lines.append)
     return fmt, lines

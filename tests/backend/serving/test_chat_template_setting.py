@@ -1,4 +1,4 @@
-"""The settings chat_template and chat_template_kwargs replace what the checkpoint contains."""
+"""Tests of the settings `chat_template` and `chat_template_kwargs`, and of damaged templates."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The check of all settings, which `nereid serve` runs before it starts anything."""
+"""Tests of the check of all settings. `nereid serve` runs this check before it starts a server."""
 
 import json
 import subprocess
@@ -57,7 +57,10 @@ def test_a_wrong_setting_is_reported_once(variables, message):
 
 
 def with_pooling_models(**variables):
-    """Variables that serve all three models."""
+    """Return environment variables with which a server serves an embedding model and a reranker.
+
+    Each of `variables` is added with the prefix NEREID_.
+    """
     models = {f"NEREID_{kind}_MODEL": str(CHAT) for kind in ("EMBEDDING", "RERANK")}
     return {**models, **{f"NEREID_{name}": value for name, value in variables.items()}}
 
@@ -76,7 +79,7 @@ def test_the_shares_of_all_models_on_a_gpu_must_fit():
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cpu"])
-def test_models_on_other_devices_have_the_memory_of_those(device):
+def test_models_on_other_devices_do_not_share_the_memory(device):
     variables = with_pooling_models(EMBEDDING_GPU_MEMORY_UTILIZATION="0.9", EMBEDDING_DEVICE=device)
     assert find_problems(REPOSITORY, variables) == []
 

@@ -6,6 +6,7 @@ from nereid_backend.serving.feedback import FeedbackReader, FeedbackWriter, Sign
 
 
 def connected(num_slots=4):
+    """Return a reader and a writer that share memory with `num_slots` slots."""
     reader, writer = FeedbackReader(num_slots), FeedbackWriter()
     writer.attach(reader.address)
     return reader, writer

@@ -1,4 +1,4 @@
-"""The three steps of the ensemble together, without a server."""
+"""Tests of the tokenizer, a scripted engine and the postprocessor together, without a server."""
 
 import json
 
@@ -27,12 +27,13 @@ def pipeline(tmp_path_factory):
 
 
 def joined(replies, index=0, key="content"):
+    """Return the text of one choice, joined from all responses."""
     deltas = [d for reply in replies for d in reply["delta"] if d.get("index", 0) == index]
     return "".join(delta.get(key, "") for delta in deltas)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_two_answers_of_a_request_with_a_stop_string_in_one(pipeline, stream):
+def test_a_stop_string_ends_only_the_choice_that_contains_it(pipeline, stream):
     replies = pipeline.ask(**chat("two", stream=stream, n=2, stop=["STOP"]))
     assert stream == (len(replies) > 1)
     assert joined(replies) == "First answer."
@@ -55,14 +56,14 @@ def test_generation_stops_within_two_steps_of_a_stop_string(pipeline):
     assert pipeline.num_steps - before <= usage["completion_tokens"] + 2
 
 
-def test_a_strict_answer_that_fits_passes_and_its_reasoning_is_apart(pipeline):
+def test_a_valid_strict_answer_is_returned_apart_from_its_reasoning(pipeline):
     replies = pipeline.ask(**chat("json", response_format=STRICT))
     assert json.loads(joined(replies)) == {"a": 5}
     assert joined(replies, key="reasoning").strip() == "hm"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_strict_answer_that_does_not_fit_is_an_error_that_says_so(pipeline, stream):
+def test_a_strict_answer_that_violates_the_schema_is_an_error(pipeline, stream):
     with pytest.raises(
         EngineError, match="response_format: the generated text does not match the strict schema"
     ):
@@ -70,7 +71,7 @@ def test_a_strict_answer_that_does_not_fit_is_an_error_that_says_so(pipeline, st
     assert joined(pipeline.ask(**chat("wrong"))) == '{"a": "five"}'
 
 
-def test_a_grammar_that_the_engine_refuses_is_the_callers_fault(pipeline):
+def test_a_grammar_that_the_engine_refuses_is_a_request_error(pipeline):
     with pytest.raises(RequestError, match="regex: is too costly"):
         pipeline.ask(**chat("refuse", regex="a{1,2000}"))
 
@@ -100,7 +101,7 @@ def test_a_budget_does_not_force_a_marker_that_the_grammar_of_a_completion_forbi
     assert pipeline.params.thinking is None
 
 
-def test_every_tensor_that_was_asked_for_has_an_element_a_choice(pipeline):
+def test_every_requested_tensor_has_one_element_for_each_choice(pipeline):
     returns = ("finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens")
     (reply,) = pipeline.ask(**completion("two", stream=False, n=2, returns=returns))
     assert reply["finish_reason"] == ["stop", "stop"]
@@ -121,7 +122,9 @@ def test_bytes_of_log_probabilities_join_to_the_text(pipeline):
     assert deltas[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-def test_a_silent_stream_sends_empty_responses_only_where_it_is_told_to(tmp_path, monkeypatch):
+def test_a_stream_without_tokens_sends_empty_responses_if_keepalive_ms_is_set(
+    tmp_path, monkeypatch
+):
     script = [{"when": "", "token_ids": [300, 301], "delay_ms": 120}]
     for keepalive_ms in (0, 30):
         pipeline = Pipeline(

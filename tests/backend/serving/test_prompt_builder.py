@@ -15,11 +15,13 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g",
 
 
 def allowed(*names, mode="auto"):
+    """Return a `tool_choice` that allows only the tools with these names."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def offered(**fields):
+    """Return the names of the tools in the prompt of a request, or None."""
     found = read_tools({"tools": TOOLS, **fields})
     return found and [tool["function"]["name"] for tool in found]
 
@@ -63,17 +65,17 @@ def test_a_long_list_of_allowed_tools_is_read_quickly():
         ),
     ],
 )
-def test_what_allows_no_known_tool_is_refused(choice, said):
+def test_allowed_tools_without_a_known_tool_are_refused(choice, said):
     with pytest.raises(RequestError, match=said):
         offered(tool_choice=choice)
 
 
 @pytest.mark.parametrize("value", [True, "true", " True"])
-def test_a_flag_may_come_as_text(value):
+def test_a_flag_can_be_a_text(value):
     assert read_flag({"x": value}, "x", default=False) is True
 
 
-def test_a_flag_that_is_none_is_refused():
+def test_a_flag_that_is_not_a_boolean_is_refused():
     with pytest.raises(
         RequestError, match="x: the value must be true or false, but the request has 1"
     ):
@@ -81,7 +83,7 @@ def test_a_flag_that_is_none_is_refused():
 
 
 def renderer_of(template):
-    """Return a renderer whose tokenizer has a chat template and one special token."""
+    """Return a renderer whose tokenizer has the given chat template and one special token."""
     return ChatTemplateRenderer(
         SimpleNamespace(chat_template=template, special_tokens_map={"eos": "$"})
     )
@@ -257,9 +259,10 @@ def test_system_messages_of_a_chat_with_images_are_merged():
 
 
 def chat_with_call(content=None, **fields):
-    """Return the messages of a chat in which the model has called a function, as clients send it.
+    """Return the messages of a chat in which the model has called a function.
 
-    In OpenAI's API, the message with the result has no name.
+    The messages have the form in which clients send them. In OpenAI's API, the message with the
+    result of a function does not contain the function's name.
     """
     call = {"id": "call1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
@@ -300,8 +303,10 @@ def test_a_template_that_renders_either_text_or_calls_gets_two_messages(content,
     assert renderer.render(chat_with_call(content)) == f'x;{rendered}f{{"a": 1}};5;'
 
 
-@pytest.mark.parametrize(  # Llama 3.1 refuses a second call, gpt-oss leaves it out.
-    "second_call", ["{{ raise_exception('only single tool-calls') }}", ""]
+@pytest.mark.parametrize(
+    # The template of Llama 3.1 refuses a second call, and the template of gpt-oss omits it.
+    "second_call",
+    ["{{ raise_exception('only single tool-calls') }}", ""],
 )
 def test_a_template_that_renders_one_call_of_a_message_gets_several_messages(second_call):
     renderer = renderer_of(

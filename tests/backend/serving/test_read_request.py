@@ -1,4 +1,4 @@
-"""The sampling fields of a request to the tokenizer model."""
+"""Tests of the functions that read the sampling fields of a request to the tokenizer model."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,8 @@ def test_fields_beside_a_chat_are_refused_instead_of_ignored():
 
 def test_parameters_that_are_not_utf8_are_refused():
     wrong = Request()
-    wrong.parameters = b"\xff".decode  # raises a UnicodeDecodeError, as in a stub of the server
+    # A call of `decode` raises a UnicodeDecodeError, as `parameters` does in a stub of the server.
+    wrong.parameters = b"\xff".decode
     with pytest.raises(RequestError, match=r"^parameters: .* not valid UTF-8: .* byte 0xff"):
         sampling_fields(wrong, None, LIMITS)
 
@@ -49,6 +50,10 @@ def test_the_error_about_half_of_a_surrogate_pair_can_be_sent(text):
 
 
 def text_to_prepend(text, excluded, *, stream=False):
+    """Return the text that the output of a completion begins with.
+
+    `text` is the text of the prompt, and `excluded` is the value of `exclude_input_in_output`.
+    """
     prompt = Prompt([5, 6], text)
     return stream_context._text_to_prepend(prompt, stream=stream, is_chat=False, excluded=excluded)
 

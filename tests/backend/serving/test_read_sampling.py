@@ -34,7 +34,7 @@ def test_null_means_the_default():
         ("client_id", "true", "true"),
     ],
 )
-def test_values_may_come_as_text(name, text, value):
+def test_values_can_be_texts(name, text, value):
     params, _ = read_sampling({name: text}, {})
     assert getattr(params, name) == value
 
@@ -44,7 +44,7 @@ def test_text_that_is_nested_too_deeply_is_refused():
         read_sampling({"stop_token_ids": "[" * 100_000}, {})
 
 
-def test_a_stop_string_may_stand_alone():
+def test_a_single_stop_string_needs_no_list():
     _, options = read_sampling({"stop": "END"}, {})
     assert options.stop == ("END",)
 
@@ -126,7 +126,7 @@ def test_a_wrong_value_is_named(fields, said):
         {"allowed_token_ids": [], "bad_words": []},
     ],
 )
-def test_a_field_that_asks_for_nothing_passes(fields):
+def test_fields_with_default_values_are_accepted(fields):
     read_sampling(fields, {})
 
 
@@ -174,7 +174,7 @@ def test_every_engine_field_reaches_the_engine():
         ({"logprobs": True, "top_logprobs": 5}, 5),
     ],
 )
-def test_a_chat_says_logprobs_with_a_switch_and_a_number(fields, count):
+def test_a_chat_requests_logprobs_with_a_boolean_and_a_number(fields, count):
     assert read_sampling(fields, {}, is_chat=True)[0].logprobs == count
     with pytest.raises(
         RequestError, match="logprobs: the value must be true or false, but the request has 5"
@@ -182,20 +182,20 @@ def test_a_chat_says_logprobs_with_a_switch_and_a_number(fields, count):
         read_sampling({"logprobs": 5}, {}, is_chat=True)
 
 
-def test_a_bad_word_counts_behind_a_space_where_that_is_one_token_of_its_own():
+def test_a_bad_word_is_also_forbidden_after_a_space_if_that_is_a_single_token():
     vocabulary = {"no": [1], " no": [2], "way out": [3, 4], " way out": [5, 6, 7], "x": [8]}
     fields = {"bad_words": [" no", "way out", "x"]}
     params, _ = read_sampling(fields, {}, encode=lambda text: vocabulary.get(text, []))
     assert params.bad_words_token_ids == ((1,), (2,), (3, 4), (8,))
 
 
-def test_sglangs_and_llamacpps_names_mean_the_same():
+def test_names_of_sglang_and_llamacpp_are_accepted():
     _, options = read_sampling({"no_stop_trim": True, "reasoning_format": "none"}, {})
     assert options.include_stop_str_in_output
     assert not options.separate_reasoning
 
 
-def test_do_sample_false_means_greedy_and_silence_does_not(tmp_path):
+def test_do_sample_false_means_greedy_and_a_missing_value_does_not(tmp_path):
     path = tmp_path / "generation_config.json"
     assert read_generation_defaults(tmp_path) == {}
     path.write_text(json.dumps({"do_sample": False, "top_p": 0.9}))

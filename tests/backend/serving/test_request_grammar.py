@@ -10,6 +10,8 @@ from nereid_backend.serving.tokenizer.request_grammar import (
 from nereid_parsers import get_format
 
 QWEN = get_format(reasoning="qwen3", tools="hermes")
+# Three ends of a prompt. After the first, the model is reasoning. After the second, the reasoning
+# has ended. After the third, the model decides whether to reason.
 THINKING = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 EITHER = "<|im_start|>assistant\n"
@@ -23,6 +25,7 @@ def tool(name, **function):
 
 
 def chat(fields, prompt=CLOSED, fmt=QWEN, tools=None):
+    """Return the grammar for the answer to a chat."""
     return build_chat_grammar(fields, fmt, prompt, tools)
 
 
@@ -43,7 +46,7 @@ def chat(fields, prompt=CLOSED, fmt=QWEN, tools=None):
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice"),
     ],
 )
-def test_every_dialect_says_the_same_with_a_plain_grammar(fields, kind):
+def test_every_dialect_gives_a_plain_grammar(fields, kind):
     assert build_text_grammar(fields).spec.kind == kind
     behind = chat(fields).spec
     assert (behind.kind, behind.after) == (kind, "")
@@ -51,7 +54,7 @@ def test_every_dialect_says_the_same_with_a_plain_grammar(fields, kind):
 
 
 @pytest.mark.parametrize("name", ["schema", "value"])
-def test_a_schema_inside_json_object_is_what_the_answer_is_held_to(name):
+def test_a_schema_inside_json_object_constrains_the_answer(name):
     given = {"response_format": {"type": "json_object", name: SCHEMA}}
     wrapped = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
     assert build_text_grammar(given) == build_text_grammar(wrapped)
@@ -60,7 +63,7 @@ def test_a_schema_inside_json_object_is_what_the_answer_is_held_to(name):
     )
 
 
-def test_where_the_model_may_still_begin_to_reason_the_grammar_covers_that_too():
+def test_the_grammar_allows_reasoning_if_the_model_can_still_begin_to_reason():
     spec = chat({"regex": "a+"}, EITHER).spec
     assert (spec.kind, spec.after) == ("structural_tag", "")
     assert "<think>" in spec.source
@@ -78,7 +81,7 @@ def test_where_the_model_may_still_begin_to_reason_the_grammar_covers_that_too()
         },
     ],
 )
-def test_structural_tags_come_in_both_forms(value):
+def test_both_forms_of_structural_tags_are_accepted(value):
     for fields in (
         {"response_format": value},
         {"structured_outputs": {"structural_tag": json.dumps(value)}},
@@ -117,14 +120,14 @@ def test_a_free_answer_has_no_grammar(fields):
         },
     ],
 )
-def test_a_call_that_must_come_is_a_structural_tag_of_the_tools(choice):
+def test_a_required_tool_call_becomes_a_structural_tag(choice):
     spec = chat({"tool_choice": choice}, THINKING, tools=[tool("f")]).spec
     assert (spec.kind, spec.after) == ("structural_tag", "</think>")
     assert "<tool_call>" in spec.source
 
 
 @pytest.mark.parametrize("fields", [{"parallel_tool_calls": False}, {}])
-def test_tools_are_held_to_their_schema_where_they_are_strict_or_alone(fields):
+def test_the_grammar_enforces_the_schemas_of_strict_tools_and_of_single_calls(fields):
     tools = [tool("f", strict=not fields)]
     assert chat(fields, tools=tools).spec.kind == "structural_tag"
 
@@ -177,7 +180,7 @@ def test_tools_are_held_to_their_schema_where_they_are_strict_or_alone(fields):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(fields, said):
+def test_a_wrong_field_is_refused_by_name(fields, said):
     with pytest.raises(RequestError, match=said):
         chat(fields)
 
@@ -200,7 +203,7 @@ def test_a_tool_that_is_not_offered_cannot_be_chosen():
         chat({"tool_choice": choice}, tools=[tool("f")])
 
 
-def test_a_call_cannot_be_demanded_of_a_checkpoint_that_writes_none():
+def test_a_tool_call_cannot_be_required_of_a_checkpoint_without_tool_calls():
     with pytest.raises(
         RequestError, match='tool_choice: the request has "required", but the chat format'
     ):

@@ -1,4 +1,4 @@
-"""Requests that are certainly too long are refused before they are rendered or tokenised."""
+"""Tests that requests beyond a limit are refused quickly, before they are rendered or tokenised."""
 
 import json
 import time
@@ -40,7 +40,10 @@ def user(content="a"):
 
 
 def refusal(model, inputs, limit_s=0.5):
-    """Return the error of a request, which must take little processor time."""
+    """Return the text of the error response to a request.
+
+    The tokenizer model must refuse the request in less than `limit_s` seconds of CPU time.
+    """
     request = Request(**inputs)
     started = time.thread_time()
     reply = model.respond(request)
@@ -50,6 +53,7 @@ def refusal(model, inputs, limit_s=0.5):
 
 
 def deep(levels):
+    """Return nested lists with `levels` levels."""
     return json.loads("[" * levels + "]" * levels)
 
 

@@ -1,4 +1,4 @@
-"""Images in a request to the tokenizer model, and content parts that no model accepts."""
+"""Tests of prompts with images in the tokenizer model, and of wrong content parts."""
 
 import json
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ def body(*parts):
 
 
 def nested(depth):
+    """Return a JSON schema with `depth` nested levels."""
     value = {}
     for _ in range(depth):
         value = {"not": value}
@@ -37,7 +38,7 @@ def test_images_come_from_the_messages_or_from_the_tensor_but_not_from_both():
 
 
 class FakeImagePrompts:
-    """Returns a prompt of five tokens, or of six if special tokens are to be added."""
+    """A fake that always prepares a prompt of five tokens, or six tokens with special tokens."""
 
     def prepare(self, text, images, *, add_special_tokens=None):
         token_ids = [1, 2, 3, 4, 5]

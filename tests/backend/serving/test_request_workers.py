@@ -1,4 +1,4 @@
-"""A long prompt does not delay short ones, and its client may go away."""
+"""Tests that long prompts do not delay short prompts, and that abandoned requests end."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from nereid_backend.serving.tokenizer.request_workers import RequestWorkers
 
 
 class Work:
-    """Answers requests. Long ones wait for `release`."""
+    """Workers that answer requests. A request with the input "long" waits for `release`."""
 
     def __init__(self):
         self.release = threading.Event()
@@ -51,7 +51,8 @@ def test_short_requests_do_not_wait_for_long_ones(work):
 
 def test_parameters_that_are_not_utf8_do_not_end_the_server_thread(work):
     request = Request(short=1)
-    request.parameters = b"\xff".decode  # raises a UnicodeDecodeError, as in a stub
+    # A call of `decode` raises a UnicodeDecodeError, as `parameters` does in a stub of the server.
+    request.parameters = b"\xff".decode
     work.workers.add(request)
     assert request.wait(20).error is None
 

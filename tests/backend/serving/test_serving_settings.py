@@ -8,6 +8,7 @@ from nereid_backend.serving.serving_settings import (
     read_settings,
 )
 
+# Variables of other programs. Their values may be wrong, because these functions ignore them.
 OTHER_SETTINGS = {
     "NEREID_API_KEY": "k",
     "NEREID_OPENAI_PORT": "many",
@@ -89,7 +90,8 @@ def test_the_settings_of_other_programs_are_ignored(tmp_path):
     read_settings(args(tmp_path, model="x"), OTHER_SETTINGS)
 
 
-# In a Python model of the Triton server, environment variables are decoded as ASCII.
+# A Python model of the Triton server decodes environment variables as ASCII, so a Python program
+# reads the path /data/modèle as this text with surrogates.
 PATH_IN_A_MODEL = "/data/modèle".encode().decode("ascii", "surrogateescape")
 
 

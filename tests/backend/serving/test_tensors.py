@@ -1,4 +1,4 @@
-"""The lines that a model writes to the log of the server, and its error messages."""
+"""Tests of the lines that a model writes to the log of the server, and of its error responses."""
 
 import io
 import sys

@@ -30,7 +30,7 @@ def test_effort_reaches_the_template_in_its_own_variables(template, effort, kwar
     assert read_template_kwargs({"reasoning_effort": effort}, template) == kwargs
 
 
-def test_what_chat_template_kwargs_says_goes_first():
+def test_chat_template_kwargs_have_precedence():
     body = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True, "x": 1}}
     assert read_template_kwargs(body, QWEN) == {"enable_thinking": True, "x": 1}
 
@@ -52,7 +52,7 @@ def test_what_chat_template_kwargs_says_goes_first():
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs: the value must be an object"),
     ],
 )
-def test_what_the_template_cannot_follow_is_refused_by_name(body, said):
+def test_a_field_that_the_template_does_not_support_is_refused_by_name(body, said):
     with pytest.raises(RequestError, match=said):
         read_template_kwargs(body, "{{ messages }} enable_thinking, thinking hard")
 
@@ -135,7 +135,7 @@ def encode(text):
     return [ord(letter) for letter in text]
 
 
-def test_the_engine_is_told_how_reasoning_ends_and_whether_it_is_open():
+def test_the_spec_contains_the_end_marker_and_whether_reasoning_is_open():
     fmt = get_format(reasoning="qwen3", tools="hermes")
     spec = build_thinking_spec(3, fmt, "<|im_start|>assistant\n<think>\n", encode)
     gate = fmt.reasoning_gate("<|im_start|>assistant\n<think>\n")

@@ -1,4 +1,4 @@
-"""The spans that the Triton models record."""
+"""Tests of the OpenTelemetry spans that the Triton models record."""
 
 import math
 import time
@@ -80,7 +80,7 @@ def test_the_parameters_of_a_request_contain_its_trace():
 
 
 def spans_of(tracing, receiver, **times):
-    """Return the name and the duration of each span of a request that ends at the time 10."""
+    """Return the spans of a request that arrives at 1.0 s and ends at 10.0 s, by their names."""
     timing = RequestTiming(1.0, 7, math.inf, math.inf, traceparent=TRACEPARENT, **times)
     sequences = [Sequence(0, 0, num_tokens=3, num_cached_tokens=2), Sequence(1, 1, num_tokens=4)]
     stream = Stream("1", None, 1, sequences, None, 0.0, timing=timing)

@@ -1,4 +1,7 @@
-"""truncate_prompt_tokens keeps the last tokens of a prompt: of a text, of a chat, of token ids."""
+"""Tests of `truncate_prompt_tokens`, which removes all but the last tokens of a prompt.
+
+The prompt can be a text, a chat or token ids.
+"""
 
 import json
 
@@ -21,7 +24,7 @@ def pipeline(tmp_path_factory):
 
 @pytest.fixture
 def prompt_of(pipeline):
-    """Return a function: the prompt's token ids of a request."""
+    """A function that sends a request and returns the token ids of its prompt."""
 
     def ask(inputs):
         for reply in pipeline.ask(**inputs):

@@ -1,4 +1,4 @@
-"""Requests about LoRA adapters with two engine processes."""
+"""Tests of calls that load, unload or list LoRA adapters in two engine processes."""
 
 import json
 
@@ -15,7 +15,7 @@ def names(outputs):
 
 
 def started():
-    """Return the calls of two engine processes without adapters."""
+    """Return the calls object for two engine processes that have started without adapters."""
     calls = AdapterCalls()
     for replica in (0, 1):
         assert calls.record_answer("", replica, []) is None

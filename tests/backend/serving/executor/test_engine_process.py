@@ -1,4 +1,7 @@
-"""The process of the scripted engine: its messages, and its end after a fault."""
+"""Tests of the process of an engine: its messages, and its end after a fault.
+
+The engine is scripted.
+"""
 
 import dataclasses
 import json
@@ -30,7 +33,7 @@ def start_engine(**config):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """A scripted engine that runs one sequence at a time, with sequences of up to nine tokens."""
+    """The process of a scripted engine that runs one sequence of up to nine tokens at a time."""
     path = tmp_path_factory.mktemp("script") / "script.json"
     path.write_text(json.dumps([{"when": "", "token_ids": [10], "ends": False, "delay_ms": 1}]))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The executor with a scripted engine process and a replacement of the server's Python API."""
+"""Tests of the executor model with a scripted engine process and a fake server."""
 
 import json
 import os
@@ -27,7 +27,11 @@ ENDLESS = {"when": "", "token_ids": [10], "ends": False, "delay_ms": 10}
 
 
 class Sender(Request):
-    """A request that records its tokens. Each step counts as consumed immediately."""
+    """A request that records its generated tokens.
+
+    If `consumes` is true, the request reports each step to the executor as consumed, as the
+    postprocessor does.
+    """
 
     def __init__(self, num_tokens=3, consumes=True, params=None, **limits):
         params = params or SamplingParams(max_tokens=5)
@@ -84,6 +88,7 @@ def ask(model, **given):
 
 
 def metric(name, wanted, limit_s=120.0):
+    """Wait until a metric has the value `wanted`, and return the value of the metric."""
     deadline = time.monotonic() + limit_s
     while MetricFamily.values.get(name) != wanted and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -128,7 +133,7 @@ def test_one_client_cannot_use_all_sequences(start):
     assert ask(model, client_id="busy").wait().error is None
 
 
-def test_a_request_that_waits_too_long_ends_and_may_come_again(start):
+def test_a_request_that_waits_too_long_ends_with_a_time_to_retry(start):
     model = start(ENDLESS, max_num_seqs=1)
     first = ask(model, params=LONG)
     assert first.has_tokens.wait(120)
@@ -154,7 +159,7 @@ def test_a_request_that_runs_too_long_ends_and_its_sequence_with_it(start):
     assert metric("num_requests", 0) == 0
 
 
-def test_a_full_queue_refuses_at_once_and_by_number_and_tokens(start):
+def test_a_full_queue_refuses_requests_immediately_by_number_and_by_tokens(start):
     model = start(ENDLESS, max_num_seqs=1, max_num_waiting=2, max_waiting_tokens=10)
     assert ask(model, params=LONG).has_tokens.wait(120)
     ask(model, num_tokens=6)
@@ -169,11 +174,11 @@ def test_a_full_queue_refuses_at_once_and_by_number_and_tokens(start):
         "[UNAVAILABLE] 2 requests are waiting, and the limit is 2 (max_num_waiting)"
         in refused.error
     )
-    assert refused.elapsed_s < 15  # and not until the first one ends
+    assert refused.elapsed_s < 15  # The request did not wait for the end of the first request.
     assert metric("requests_refused_total", 2) == 2
 
 
-def test_a_stream_that_is_not_consumed_costs_bounded_memory_and_ends(start):
+def test_a_stream_that_is_not_consumed_ends_at_a_limit_of_tokens(start):
     model = start(
         {"token_ids": [10], "ends": False, "tokens_per_step": 500, "delay_ms": 50},
         max_pending_tokens=1000,
@@ -292,7 +297,7 @@ def test_a_wrong_number_of_sequences_ends_only_its_own_request(start, n):
 
 
 def send_adapter_request(model, **parameters):
-    """Send a call about adapters or weights, and return the request without waiting."""
+    """Send a call about adapters or weights, and return the request without waiting for its end."""
     request = Request(
         **{
             tensor_names.ENVELOPE: np.zeros(1, np.uint8),
@@ -305,12 +310,12 @@ def send_adapter_request(model, **parameters):
 
 
 def adapter_request(model, **parameters):
-    """Return the request, with its response, of a call that loads, unloads or lists adapters."""
+    """Send a call that loads, unloads or lists adapters, and return the request after its end."""
     return send_adapter_request(model, **parameters).wait()
 
 
 def adapters(model, **parameters):
-    """Return the names of the adapters after a call."""
+    """Send a call about adapters, and return the names of the adapters after the call."""
     (reply,) = adapter_request(model, **parameters).replies
     return json.loads(reply[tensor_names.STATE].tobytes())["adapters"]
 
@@ -366,7 +371,8 @@ def test_a_restarted_engine_gets_the_replaced_weights_before_the_first_request(s
 
 
 def test_a_test_of_nereid_serve_does_not_wait_until_the_weights_are_replaced(start):
-    # Without a response, `nereid serve` would restart the server.
+    # `nereid serve` sends test requests to the server. If a test request had no response while the
+    # weights are replaced, `nereid serve` would restart the server.
     model = start(ENDLESS)
     running = ask(model, params=SamplingParams(max_tokens=500))
     assert running.has_tokens.wait(120)

@@ -4,7 +4,10 @@ from nereid_backend.serving.feedback import FeedbackReader, FeedbackWriter
 
 
 class Line:
-    """The streams of a test, which decides how many steps are consumed."""
+    """The streams of a test, and the detector of lost clients.
+
+    The test determines which steps the postprocessor has consumed.
+    """
 
     def __init__(self):
         self.reader, self.writer, self.now = FeedbackReader(8), FeedbackWriter(), 100.0
@@ -49,19 +52,21 @@ def test_a_later_step_of_another_stream_shows_that_an_earlier_one_was_dropped():
     assert line.dropped() == ["1"]
 
 
-def test_a_step_that_is_overtaken_is_not_taken_for_dropped():
+def test_a_step_that_is_overtaken_does_not_count_as_dropped():
     line = Line()
     older, newer = line.stream(), line.stream()
     for step in range(1, 30):
         line.send(older)
         line.send(newer)
-        line.consume(newer, step)  # by a new postprocessor, while the old one serves `older`
+        # A new postprocessor consumes the steps of `newer` before the old postprocessor consumes
+        # those of `older`.
+        line.consume(newer, step)
         assert line.dropped() == []
         line.consume(older, step)
     assert line.dropped() == []
 
 
-def test_an_earlier_step_of_another_stream_shows_nothing():
+def test_a_consumed_earlier_step_of_another_stream_has_no_effect():
     line = Line()
     early, late = line.stream(), line.stream()
     line.send(early)
@@ -70,7 +75,7 @@ def test_an_earlier_step_of_another_stream_shows_nothing():
     assert line.dropped() == []
 
 
-def test_a_step_that_is_consumed_between_two_looks_is_not_taken_for_dropped():
+def test_a_step_consumed_between_two_observations_does_not_count_as_dropped():
     line = Line()
     first, second = line.stream(), line.stream()
     line.send(first)
@@ -81,7 +86,7 @@ def test_a_step_that_is_consumed_between_two_looks_is_not_taken_for_dropped():
     assert not line.delivery.detect_lost_client(first)
 
 
-def test_a_lone_stream_is_judged_by_patience():
+def test_a_step_of_a_single_stream_counts_as_dropped_after_the_patience():
     line = Line()
     lone = line.stream()
     line.send(lone)
@@ -92,7 +97,7 @@ def test_a_lone_stream_is_judged_by_patience():
     assert line.delivery.detect_lost_client(lone)
 
 
-def test_a_pause_of_the_whole_machine_does_not_use_up_the_patience():
+def test_a_pause_of_the_whole_machine_does_not_count():
     line = Line()
     lone = line.stream()
     line.send(lone)
@@ -101,7 +106,7 @@ def test_a_pause_of_the_whole_machine_does_not_use_up_the_patience():
     assert not line.delivery.detect_lost_client(lone)
 
 
-def test_patience_begins_anew_with_each_step_that_arrives():
+def test_each_consumed_step_restarts_the_patience():
     line = Line()
     slow = line.stream()
     for step in range(1, 5):
@@ -112,7 +117,7 @@ def test_patience_begins_anew_with_each_step_that_arrives():
     assert line.dropped() == []
 
 
-def test_waiting_without_a_step_on_its_way_costs_no_patience():
+def test_time_without_an_unconsumed_step_does_not_count():
     line = Line()
     idle = line.stream()
     for _ in range(100):

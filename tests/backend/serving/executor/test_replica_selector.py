@@ -1,4 +1,4 @@
-"""The choice of the engine process for a request."""
+"""Tests of the selector, which chooses an engine process for each request."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The counts of ended sequences by finish reason."""
+"""Tests of the numbers of ended sequences for each finish reason."""
 
 import backend.serving.fake_server  # noqa: F401 - provides triton_python_backend_utils
 import pytest
@@ -8,7 +8,10 @@ from nereid_backend.serving.executor.streams import Sequence, Stream
 
 
 def finish_reasons(reason, *, at_stop_string, is_disconnected=False):
-    """Return the counts after one sequence, which the engine has ended for `reason`."""
+    """Return the number of sequences for each finish reason after the end of one sequence.
+
+    The engine reports the finish reason `reason`.
+    """
     statistics = RequestStatistics()
     sequence = Sequence(0, 0, is_aborting=at_stop_string)
     stream = Stream("1", None, 1, [sequence], None, 100.0, is_aborting=is_disconnected)

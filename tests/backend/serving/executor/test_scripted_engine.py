@@ -27,7 +27,7 @@ def run(engine):
     return updates
 
 
-def test_it_writes_its_script_and_then_the_end(engine):
+def test_the_engine_generates_the_tokens_of_the_script_and_then_eos(engine):
     scripted = engine({"token_ids": [10, 11, 12], "tokens_per_step": 2})
     eos = scripted.info.eos_token_ids[0]
     scripted.add_request("a", PROMPT, SamplingParams())
@@ -60,7 +60,7 @@ def test_stop_tokens_wait_for_min_tokens_and_eos_can_be_ignored(engine):
     assert (len(updates), updates[-1].finish_reason) == (7, "length")
 
 
-def test_the_first_rule_that_stands_in_the_prompt_holds(engine):
+def test_the_first_rule_whose_text_is_in_the_prompt_applies(engine):
     scripted = engine({"when": "Hello", "token_ids": [1]}, {"when": "", "text": "Hi"})
     scripted.add_request("a", PROMPT, SamplingParams(max_tokens=1))
     assert run(scripted)[0].new_token_ids != [1]
@@ -76,7 +76,7 @@ def test_log_probabilities_are_reported_for_tokens_and_prompt(engine):
     assert first.num_cached_tokens == 2
 
 
-def test_a_rule_may_fail(engine):
+def test_a_rule_can_return_an_error(engine):
     scripted = engine({"token_ids": [1], "error": "no such grammar", "is_refused": True})
     scripted.add_request("a", PROMPT, SamplingParams())
     (update,) = run(scripted)

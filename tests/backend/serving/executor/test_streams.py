@@ -21,7 +21,7 @@ def test_the_first_tokens_are_sent_at_once():
     assert stream.due_at(interval_s=0.05, heartbeat_s=0.25) <= 100.0
 
 
-def test_tokens_are_merged_until_the_streams_turn_comes():
+def test_tokens_are_merged_until_the_next_step_of_the_stream():
     stream = make_stream()
     stream.add(update(5))
     stream.take_step(100.0)
@@ -49,17 +49,17 @@ def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
     assert state.is_last
 
 
-def test_only_the_first_step_brings_the_context():
+def test_only_the_first_step_contains_the_context():
     stream = make_stream()
     assert stream.take_step(100.0).opening == OPENING
     assert stream.take_step(100.0).opening is None
 
 
-def test_a_stream_with_nothing_to_say_sends_a_heartbeat():
+def test_a_stream_without_new_tokens_sends_a_heartbeat():
     assert make_stream().due_at(0.05, heartbeat_s=0.25) == 100.25
 
 
-def test_more_streams_wait_longer_each_but_never_long():
+def test_the_interval_grows_with_the_number_of_streams_up_to_a_limit():
     pacer = Pacer(responses_per_second=500)
     assert pacer.interval_s(1) == 0.002
     assert pacer.interval_s(32) == 0.064
@@ -72,7 +72,7 @@ def test_the_heartbeats_of_many_streams_need_at_most_half_of_the_rate():
     assert pacer.heartbeat_s(200, heartbeat_s=0.25) == 1.25
 
 
-def test_a_step_carries_a_part_for_each_sequence_that_has_news():
+def test_a_step_contains_a_part_for_each_sequence_with_new_tokens():
     stream = make_stream(n=3)
     stream.add(update(5, index=2, cumulative_logprob=-1.0))
     stream.add(update(6, index=0, cumulative_logprob=-2.0, num_cached_tokens=16))
@@ -85,7 +85,7 @@ def test_a_step_carries_a_part_for_each_sequence_that_has_news():
     assert stream.take_step(100.1).deltas == ()
 
 
-def test_a_stream_ends_when_all_its_sequences_have():
+def test_a_stream_ends_when_all_its_sequences_have_ended():
     stream = make_stream(n=2)
     stream.add(update(5, index=1, finish="length"))
     assert not stream.has_ended
@@ -109,7 +109,7 @@ def test_log_probabilities_of_merged_updates_stay_in_order():
     assert (part.logprobs, part.prompt_logprobs) == (tuple(rows[:1]), None)
 
 
-def test_a_refusal_of_the_grammar_blames_the_requests_own_field():
+def test_a_refusal_of_the_grammar_names_the_field_of_the_request():
     stream = make_stream()
     message = "structural_tag: the parenthesis is not closed"
     assert stream.refusal(message) == message

@@ -17,7 +17,7 @@ def enter(admission, num_tokens=1, arrived=None, **limits):
     return timing
 
 
-def test_one_more_than_may_wait_is_refused_with_a_time_to_come_back():
+def test_a_request_above_the_limit_is_refused_with_a_time_to_retry():
     admission = WaitingLimits(2, 0)
     first = enter(admission)
     enter(admission)
@@ -29,7 +29,7 @@ def test_one_more_than_may_wait_is_refused_with_a_time_to_come_back():
     enter(admission)
 
 
-def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_be_larger():
+def test_waiting_prompts_have_a_limit_of_tokens_but_a_single_prompt_can_be_larger():
     admission = WaitingLimits(100, 50)
     large = enter(admission, 80)
     with pytest.raises(
@@ -41,7 +41,7 @@ def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_be_larger():
     assert admission.num_waiting == 1
 
 
-def test_images_that_wait_are_bounded_in_bytes_but_one_request_may_be_larger():
+def test_waiting_images_have_a_limit_of_bytes_but_a_single_request_can_be_larger():
     admission = WaitingLimits(100, 0, max_image_bytes=3 * 2**20)
     large = enter(admission, num_image_bytes=4 * 2**20)
     with pytest.raises(
@@ -86,13 +86,17 @@ def test_a_client_without_waiting_requests_does_not_wait_for_those_of_another_cl
         enter(admission, client_id="busy", **limits)
     for _ in range(20):
         enter(admission, client_id="other", **limits)
-    # The other client now has 20 requests, before which 20 of the busy client come.
+    # The queue alternates between clients. Before the next request of the other client, 20 requests
+    # of each client must start.
     with pytest.raises(CapacityError, match=r"about 4\.0 s, but its limit is 4\.9"):
         enter(admission, client_id="other", **limits)
 
 
 def queue_with_a_rate(per_second, num_waiting):
-    """Return limits with `num_waiting` requests and a measured rate, and the present time."""
+    """Return limits with `num_waiting` requests, and the current time.
+
+    The limits have measured that `per_second` requests start in a second.
+    """
     admission, now = WaitingLimits(1000, 0), time.monotonic()
     timings = [enter(admission, arrived=now) for _ in range(num_waiting + 20)]
     for at, timing in enumerate(timings[:20]):
@@ -100,7 +104,7 @@ def queue_with_a_rate(per_second, num_waiting):
     return admission, now
 
 
-def test_a_request_that_would_wait_in_vain_is_refused_at_once():
+def test_a_request_that_would_exceed_its_queue_timeout_is_refused_immediately():
     admission, now = queue_with_a_rate(per_second=10, num_waiting=103)
     with pytest.raises(
         CapacityError, match=r"for about 10\.3 s.*limit is 5 s.*Try again in 11 s\."
@@ -109,7 +113,7 @@ def test_a_request_that_would_wait_in_vain_is_refused_at_once():
     enter(admission, arrived=now, queue_timeout_s=30.0)
 
 
-def test_a_short_queue_has_no_rate_and_refuses_nobody():
+def test_a_short_queue_has_no_rate_and_refuses_no_request():
     admission = WaitingLimits(1000, 0)
     for _ in range(5):
         enter(admission, queue_timeout_s=0.001)
@@ -122,7 +126,7 @@ def test_the_rate_of_an_old_queue_is_forgotten():
     enter(admission, queue_timeout_s=1.0)
 
 
-def test_a_request_that_waited_too_long_may_come_again_and_one_that_ran_too_long_may_not():
+def test_a_request_can_be_repeated_after_the_queue_timeout_but_not_after_the_timeout():
     timing = RequestTiming(100.0, queue_timeout_s=2.0, timeout_s=10.0)
     assert timing.deadline_error(101.9) is None
     error = timing.deadline_error(102.0)
@@ -135,7 +139,7 @@ def test_a_request_that_waited_too_long_may_come_again_and_one_that_ran_too_long
     assert "not finished after 10.0 s, but the limit is 10 s (timeout)" in str(error)
 
 
-def test_zero_is_no_limit_and_nothing_is_the_default():
+def test_zero_means_no_limit_and_none_means_the_default():
     assert effective_limit_s(None, 3.0) == 3.0
     assert effective_limit_s(0.0, 3.0) == math.inf
     assert effective_limit_s(None, 0.0) == math.inf
@@ -143,17 +147,17 @@ def test_zero_is_no_limit_and_nothing_is_the_default():
 
 @pytest.mark.parametrize("factor", [1.2, 3, 10])
 @pytest.mark.parametrize("per_second", [4, 16, 100])
-def test_beyond_capacity_few_wait_in_vain_and_the_queue_never_runs_empty(per_second, factor):
+def test_under_overload_few_requests_time_out_and_the_queue_is_never_empty(per_second, factor):
     rng = random.Random(0)
     admission, waiting = WaitingLimits(1000, 0), collections.deque()
     counts = collections.Counter()
     events = [(rng.uniform(0, 60), "arrives") for _ in range(int(60 * per_second * factor))]
-    # The engine's steps let several in at a time.
+    # In a step of the engine, two requests start together.
     events += [(at * 2 / per_second, "begin") for at in range(30 * per_second)]
     for now, kind in sorted(events):
         while waiting and waiting[0].arrived + 2.0 <= now:
             admission.leave(waiting.popleft(), None)
-            counts["in vain"] += now > 5  # the rate is measured first
+            counts["in vain"] += now > 5  # In the first seconds, no rate has been measured.
         if kind == "begin":
             for _ in range(2):
                 if waiting:

@@ -1,4 +1,7 @@
-"""A worker process whose engine returns the lengths of texts. It imports no torch."""
+"""A worker process with a fake engine, which returns the lengths of texts.
+
+The process does not import torch, so it starts quickly.
+"""
 
 import os
 import time
@@ -23,10 +26,10 @@ class Info:
 
 
 class LengthEngine:
-    """An engine whose results are vectors that begin with the length of a text.
+    """A fake engine. The vector of a text begins with the length of the text.
 
-    Some texts have effects: "bad", "odd" and "full" are refused, "nan" has no result, "slow" takes
-    a second, and "die" ends the process.
+    Some texts have special effects: "bad", "odd" and "full" are refused, each with another error;
+    "nan" has no result; "slow" takes a second; and "die" ends the process.
     """
 
     def __init__(self, dimension=2, per_step=4):
@@ -56,7 +59,8 @@ class LengthEngine:
     def step(self):
         results = []
         for request_id in list(self.waiting)[: self.per_step]:
-            index, item = self.waiting[request_id].pop()  # not in order, as by length
+            # The real engine sorts inputs by length, so results are not in the order of the inputs.
+            index, item = self.waiting[request_id].pop()
             results.append(self._result(request_id, index, item.text))
             if not self.waiting[request_id]:
                 del self.waiting[request_id]

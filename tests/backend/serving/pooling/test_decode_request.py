@@ -56,7 +56,7 @@ def test_ids_are_one_input_or_are_split_by_their_lengths():
     assert decode_request.split_token_ids(ints(), None, 3) == [[]]
 
 
-def test_lists_of_token_ids_that_are_too_long_are_refused_or_cut_before_they_are_lists():
+def test_token_ids_that_are_too_long_are_refused_or_cut_before_they_become_lists():
     ids = np.zeros(1_000_000, dtype=np.int32)
     tracemalloc.start()
     try:

@@ -36,6 +36,7 @@ def run(work, limit=100_000):
 
 
 def outcome(message):
+    """Return the outcome in a message "done"."""
     kind, _, started, *row = message
     assert kind == "done"
     assert 0 <= time.monotonic() - started < 60

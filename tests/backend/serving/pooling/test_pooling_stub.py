@@ -1,4 +1,4 @@
-"""The stub of a pooling model with a scripted worker process."""
+"""Tests of the stub process of a pooling model, with a scripted worker process."""
 
 import json
 import os
@@ -22,7 +22,7 @@ WORKER = "backend.serving.pooling.scripted_worker"
 
 @pytest.fixture(scope="module", autouse=True)
 def environment():
-    """Let worker processes import the modules of tests, and remove all settings."""
+    """Set PYTHONPATH so that workers can import test modules, and remove all NEREID_ variables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
         for variable in [name for name in os.environ if name.startswith("NEREID_")]:
@@ -182,9 +182,10 @@ def test_half_of_a_surrogate_pair_is_refused_under_the_name_of_its_tensor(stub, 
     assert ask(stub, "a").wait().error is None
 
 
-def test_parameters_that_are_not_utf8_are_the_callers_fault(stub):
+def test_parameters_that_are_not_utf8_are_a_request_error(stub):
     sender = Sender("a")
-    sender.parameters = b"\xff".decode  # raises a UnicodeDecodeError, as in a stub of the server
+    # A call of `decode` raises a UnicodeDecodeError, as `parameters` does in a stub of the server.
+    sender.parameters = b"\xff".decode
     stub.execute([sender])
     assert sender.wait().error.startswith("[INVALID_ARGUMENT] parameters: ")
 
@@ -281,7 +282,7 @@ def test_sizes_phases_and_outcomes_are_counted(model, tmp_path, monkeypatch):
         assert values["pooling_num_requests"] == 0
         assert values["pooling_requests_total/success"] == 1
         assert values["pooling_prompt_tokens_total"] == 4
-        assert "pooling_request_inputs_bucket/1" not in values  # its value is still 0
+        assert "pooling_request_inputs_bucket/1" not in values  # a metric with the value 0
         assert values["pooling_request_inputs_bucket/2"] == 1
         assert values["pooling_request_prompt_tokens_sum"] == 4
         phases = ("queue_time", "compute_time")
@@ -317,7 +318,7 @@ def test_after_the_last_failed_restart_requests_are_refused_with_the_reason(tmp_
         wait_until(lambda: "Restart the server" in stub.outage)
         error = ask(stub, "x").wait().error
         assert "could not be restarted in 1 attempts (max_restarts)" in error
-        # By this line `nereid serve` recognises that the server must be started again.
+        # When `nereid serve` reads this line, it restarts the server.
         assert "nereid: error: embedding: the worker process could not" in capsys.readouterr().out
     finally:
         stub.finalize()

@@ -1,4 +1,4 @@
-"""The worker process with the demo's embedder, and engines of other kinds in this process."""
+"""Tests of the worker process with the demo embedding model, and of other pooling engines."""
 
 import dataclasses
 import shutil
@@ -39,7 +39,10 @@ def texts(*values, **options):
 
 
 def results(worker, **jobs):
-    """Return the message ["done" or "refused", ...] about each job, by the job's id."""
+    """Send jobs to the worker, and return its message about each job, by the id of the job.
+
+    A message is a tuple that begins with "done" or "refused".
+    """
     for request_id, job in jobs.items():
         worker.send(["add", request_id, *job.row()])
     messages, deadline = {}, time.monotonic() + 120
@@ -57,7 +60,7 @@ def outcome(message):
     return Outcome.from_row(row)
 
 
-def test_it_reports_what_it_has_loaded(worker):
+def test_the_worker_reports_the_loaded_model(worker):
     assert worker.info["task"] == "embed"
     assert worker.info["dimension"] == 128
 
@@ -103,7 +106,10 @@ def test_a_checkpoint_that_does_not_exist_is_reported_with_its_path(tmp_path):
 
 
 def tiny(folder, kind, **config):
-    """A random checkpoint of a class of transformers, with the demo's tokenizer."""
+    """Save a tiny random checkpoint of the class `kind` of transformers, and return its folder.
+
+    The checkpoint has the tokenizer of the demo reranker.
+    """
     import transformers
 
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -115,7 +121,10 @@ def tiny(folder, kind, **config):
 
 
 def compute(engine, job):
-    """Compute one job in this process. Its inputs and its outcome are packed as for a socket."""
+    """Compute one job in this process, and return its outcome.
+
+    The function packs and unpacks the job and its outcome, as if they were sent through a socket.
+    """
     sent = []
     jobs = WorkerJobs(engine, lambda message: sent.append(repacked(message)))
     jobs.add("a", Job(*repacked(job.row())))

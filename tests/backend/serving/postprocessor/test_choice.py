@@ -14,7 +14,7 @@ def ids(text):
 
 
 class Texts:
-    """The texts of tokens: the id of a token is the code of its character."""
+    """The text of each token in these tests. The id of a token is the code of its character."""
 
     def text(self, token_id):
         return chr(token_id)
@@ -24,11 +24,12 @@ class Texts:
 
 
 def row(token_id):
+    """Return the log-probabilities of a token with the rank 2 and of one alternative."""
     return [[token_id, token_id + 1], [-0.5, -1.5], 2]
 
 
 def take(answer, token_ids, ending=None, **part):
-    """Add one step to a choice. Each token has the log-probability -0.5."""
+    """Add the tokens of one step to a choice. Each token has the log-probability -0.5."""
     answer.total = getattr(answer, "total", 0) + len(token_ids)
     sums = [-0.5 * (answer.total - len(token_ids) + at + 1) for at in range(len(token_ids))]
     answer.add(SequenceDelta(0, tuple(token_ids), tuple(sums), ending=ending, **part))
@@ -134,7 +135,11 @@ def parsed_answer(prompt=START, check=None, **fields):
 
 
 def read(answer, text, size=3, ending=None):
-    """Add a text in steps of `size` tokens, and return the sum of the deltas."""
+    """Add a text to a choice in steps of `size` tokens.
+
+    Returns:
+        The joined texts and tool calls of all outputs, and the last output.
+    """
     total = {"reasoning": "", "content": "", "arguments": "", "names": [], "text": ""}
     for at in range(0, len(text), size):
         last = at + size >= len(text)

@@ -1,4 +1,7 @@
-"""Several choices of one request, in random order, have the same output as each choice alone."""
+"""Tests that each of several choices of a request has the same output as the choice alone.
+
+The steps of the choices arrive in random order.
+"""
 
 import pytest
 from backend.serving.postprocessor.test_choice import QWEN, START, TOOLS, Texts, decode, ids, row
@@ -29,7 +32,7 @@ def open_answers(ctx):
 
 
 class Sender:
-    """Sends the tokens of a script in parts. Each token has the log-probability -0.5."""
+    """A sequence whose tokens are those of a script. Each token has the log-probability -0.5."""
 
     def __init__(self, index, script):
         self.index, self.ids, self.sent = index, [*ids(script), EOS], 0
@@ -39,6 +42,7 @@ class Sender:
         return self.sent == len(self.ids)
 
     def part(self, count):
+        """Return the next `count` tokens as an update of the sequence."""
         tokens = self.ids[self.sent : self.sent + count]
         sums = tuple(-0.5 * (self.sent + at + 1) for at in range(len(tokens)))
         self.sent += len(tokens)
@@ -48,6 +52,7 @@ class Sender:
 
 
 def add_up(pieces, totals):
+    """Append the outputs `pieces` to the joined output of each choice in `totals`."""
     for piece in pieces:
         delta = piece.delta
         total = totals.setdefault(
@@ -67,7 +72,10 @@ def add_up(pieces, totals):
 
 
 def run(scripts, schedule, **fields):
-    """Return the total output by index. `schedule` has pairs of a sequence and a token count."""
+    """Return the joined output of each choice by its index.
+
+    An item of `schedule` describes one step: a list of pairs (index of a choice, number of tokens).
+    """
     answers = open_answers(context(n=len(scripts), **fields))
     senders = [Sender(index, script) for index, script in enumerate(scripts)]
     totals = {}
@@ -85,6 +93,7 @@ def run(scripts, schedule, **fields):
 
 
 def alone(script):
+    """Return the joined output of a request with only this choice."""
     return run([script], iter(lambda: [(0, 1)], None))[0]
 
 

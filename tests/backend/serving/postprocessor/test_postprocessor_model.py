@@ -1,4 +1,4 @@
-"""The postprocessor with steps of an executor, and with requests of a client that has no right."""
+"""Tests of the postprocessor with steps from executors, and with forged requests from clients."""
 
 import json
 import time
@@ -137,7 +137,7 @@ def test_streams_of_an_executor_continue_while_another_one_replaces_it(
 
 
 class CountingRequest(Request):
-    """A request that counts how often the model checks whether the client has cancelled."""
+    """A request that counts how often the model checks whether the client cancelled it."""
 
     num_checks = 0
 
@@ -147,7 +147,10 @@ class CountingRequest(Request):
 
 
 def num_cancel_checks(model, executor, num_streams):
-    """Return the number of checks in two steps of one of `num_streams` streams, 0.15 s apart."""
+    """Return how often the model checks one stream for cancellation in two steps.
+
+    The model has `num_streams` streams. The second step follows 0.15 s after the first.
+    """
     for slot in reversed(range(num_streams)):
         context = opening(slots=(slot,))
         assert send_step(model, executor, StepState(slot, 7, 1, TOKENS, opening=context)).replies

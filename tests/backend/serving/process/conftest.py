@@ -5,7 +5,7 @@ from nereid_backend.serving.process.process_handle import ChildProgram, Limit
 
 @pytest.fixture
 def make_program(monkeypatch):
-    """Return a function that returns the program of a scripted child process."""
+    """A function that returns the program of a scripted child process with given settings."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
     def make(*, start_timeout=60, hang_timeout=60, max_restarts=1, **settings):

@@ -1,7 +1,7 @@
 """A child process that follows the instructions of a test. It imports neither torch nor numpy.
 
-Its settings decide the result of loading: {"loading": "" | "fails" | "hangs" | "dies"}. The setting
-"flag" is the path of a file: while the file exists, loading fails.
+The setting "loading" determines the result of loading: "" succeeds, and "fails", "hangs" and "dies"
+do what they say. The setting "flag" is the path of a file. While the file exists, loading fails.
 """
 
 import os
@@ -20,7 +20,7 @@ class Info:
 
 
 class Script:
-    """A service that follows each instruction at once."""
+    """The service of the child process, which follows each instruction as soon as it arrives."""
 
     info = Info()
 

@@ -23,14 +23,14 @@ def test_messages_arrive_whole_and_in_order():
     other.close()
 
 
-def test_nothing_to_read_is_an_empty_list():
+def test_receive_returns_an_empty_list_without_a_message():
     one, other = pair()
     assert other.receive(0) == []
     one.close()
     other.close()
 
 
-def test_the_other_ends_death_is_noticed_both_ways():
+def test_send_and_receive_fail_if_the_other_end_is_closed():
     one, other = pair()
     one.close()
     with pytest.raises(ChannelClosedError):

@@ -1,4 +1,4 @@
-"""Child processes that a fork server creates behave like those that a stub starts itself."""
+"""Tests that child processes from a fork server behave like processes that a stub starts itself."""
 
 import os
 import secrets
@@ -13,15 +13,16 @@ import pytest
 from nereid_backend.serving.process.forking.forked_process import ADDRESS_VARIABLE, ForkedProcess
 from nereid_backend.serving.process.process_handle import ChildProcess, EngineDiedError
 
-# The fork server imports this module. The real modules would take seconds.
+# The fork server of these tests imports only this module. The real modules would take seconds.
 SMALL_MODULE = "nereid_backend.serving.process.process_entry"
 
+# A number of messages that is never reached, so that `receive` ends only with an error.
 FOREVER = 10**9
 
 
 @pytest.fixture
 def fork_server(make_program, monkeypatch):
-    """The process of a fork server whose address is in the environment."""
+    """The process of a fork server. An environment variable contains the address of the server."""
     address = f"nereid-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{address}")
@@ -54,7 +55,7 @@ def is_forked(child):
 
 
 def receive(child, count=1, limit_s=60.0):
-    """Return the next `count` messages. Without a count, receive until an error is raised."""
+    """Return the next `count` messages of a child process."""
     messages, deadline = [], time.monotonic() + limit_s
     while len(messages) < count:
         assert time.monotonic() < deadline, messages
@@ -111,7 +112,7 @@ def test_process_of_a_dead_stub_is_killed(fork_server, start):
     child = start()
     child.send(["sleep", 600])
     process = psutil.Process(child.pid)
-    child._process._connection.close()  # as the kernel does when the stub dies
+    child._process._connection.close()  # When a stub dies, the kernel closes the connection.
     process.wait(30)
 
 

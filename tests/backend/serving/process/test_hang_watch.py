@@ -7,7 +7,10 @@ LIMIT_S = 60.0
 
 
 class Scene:
-    """A watched process, with a clock that the test advances."""
+    """A `HangWatch` for a fake process, with a clock that the test advances.
+
+    `load` is the number of CPUs that the process uses.
+    """
 
     def __init__(self, limit_s=LIMIT_S, load=0.0, is_working=True, is_on_cpu=True):
         self.now, self.used_s, self.load = 1000.0, 5.0, load
@@ -15,7 +18,10 @@ class Scene:
         self.watch = HangWatch(limit_s, lambda: self.used_s, lambda: self.now)
 
     def hangs_after(self, seconds, step_s=0.25):
-        """Return after how many seconds the process is found to hang; None if it is not."""
+        """Return the number of seconds until the watch reports that the process hangs.
+
+        The result is None if the watch does not report this within `seconds`.
+        """
         for number in range(1, int(seconds / step_s) + 1):
             self.now += step_s
             self.used_s += self.load * step_s
@@ -29,7 +35,7 @@ def test_a_process_with_work_that_sends_nothing_hangs_after_the_limit():
     assert Scene().hangs_after(100) == pytest.approx(LIMIT_S, abs=0.5)
 
 
-def test_a_message_starts_the_limit_anew():
+def test_a_message_restarts_the_limit():
     scene = Scene()
     assert scene.hangs_after(50) is None
     scene.watch.note_message()

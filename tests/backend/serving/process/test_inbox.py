@@ -1,4 +1,4 @@
-"""The inbox receives messages while the process computes."""
+"""Tests of the inbox, which receives messages while its process computes."""
 
 import socket
 import threading

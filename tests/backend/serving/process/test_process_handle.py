@@ -1,4 +1,4 @@
-"""A child process that works, dies, hangs or cannot be loaded."""
+"""Tests of a child process that works, dies or hangs, and of one whose loading fails."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def start(make_program):
 
 
 def receive(child, count=1, limit_s=60.0, *, is_working=True):
-    """Return the next `count` messages. Without a count, receive until an error is raised."""
+    """Return the next `count` messages of a child process."""
     messages, deadline = [], time.monotonic() + limit_s
     while len(messages) < count:
         assert time.monotonic() < deadline, messages
@@ -38,6 +38,7 @@ def receive(child, count=1, limit_s=60.0, *, is_working=True):
     return messages
 
 
+# A number of messages that is never reached, so that `receive` ends only with an error.
 FOREVER = 10**9
 
 
@@ -125,7 +126,7 @@ def test_a_process_that_hangs_is_killed_even_when_it_reads_nothing(start):
 
 
 def test_a_process_that_computes_longer_than_the_limit_is_not_killed(start, monkeypatch):
-    # The process seems to use a whole CPU, however busy the machine is.
+    # The replaced function reports that the process uses a whole CPU, even on a busy machine.
     monkeypatch.setattr(process_handle, "cpu_seconds", lambda pid: time.monotonic())
     child = start(hang_timeout=1)
     child.send(["sleep", 1.5])

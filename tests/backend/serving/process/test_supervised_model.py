@@ -1,4 +1,4 @@
-"""A supervised model on a scripted child process that dies, hangs or cannot be restarted."""
+"""Tests of a supervised model whose child process dies, hangs or cannot be restarted."""
 
 import errno
 import os
@@ -92,6 +92,7 @@ def ask(model, *instruction, index=0):
 
 
 def echo(model, text="hello", index=0):
+    """Return whether the child process with this index returns a text that it receives."""
     (reply,) = ask(model, "echo", "ID", text, index=index).wait().replies
     return [value.decode() for value in reply["echo"]] == [text]
 
@@ -165,7 +166,7 @@ def test_a_child_that_cannot_be_restarted_is_given_up_with_the_reason(start, tmp
     )
     output = capsys.readouterr().out
     assert "(attempt 2 of 2)" in output
-    # By this line `nereid serve` recognises that the server must be started again.
+    # When `nereid serve` reads this line, it restarts the server.
     assert "nereid: error: echo: the echo is dead" in output
 
 
@@ -307,5 +308,5 @@ def test_a_stub_ends_if_the_server_is_killed():
         assert server.stdout.readline() == b"started\n"
         started = time.monotonic()
         server.kill()
-        assert server.stdout.read() == b""  # the output ends with the last process
+        assert server.stdout.read() == b""  # `read` returns when the last process has ended
     assert time.monotonic() - started < 30

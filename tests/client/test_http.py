@@ -68,7 +68,7 @@ async def test_the_same_request_id_twice_gives_the_backend_two_names(connect, ba
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/v1/responses"])
-async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(path):
+async def test_a_client_that_leaves_in_the_middle_of_its_body_causes_no_error(path):
     app = create_app(Settings(served_model_name="echo"), FakeBackend)
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
     messages = [
@@ -141,7 +141,7 @@ async def test_an_allowed_origin_may_call_and_others_may_not(connect):
         assert "access-control-allow-origin" not in refused.headers
 
 
-async def test_a_page_may_read_when_to_come_again(connect, backend):
+async def test_a_page_of_an_allowed_origin_may_read_retry_after(connect, backend):
     async with connect(cors_origins="https://a.example") as client:
         backend.is_up = False
         origin = {"Origin": "https://a.example"}
@@ -154,7 +154,7 @@ async def test_a_page_may_read_when_to_come_again(connect, backend):
     assert {"retry-after", "x-request-id", "request-id"} <= names
 
 
-async def test_without_cors_origins_no_page_is_let_in(connect):
+async def test_without_cors_origins_no_origin_is_allowed(connect):
     async with connect() as client:
         response = await client.get("/v1/models", headers={"Origin": "https://a.example"})
     assert "access-control-allow-origin" not in response.headers

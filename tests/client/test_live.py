@@ -70,7 +70,7 @@ def test_a_client_that_goes_away_aborts_its_request(backend, port, path, prompt,
     assert len(backend.aborted) == before + number
 
 
-def test_a_client_that_does_not_read_holds_up_nothing(backend, port):
+def test_a_client_that_does_not_read_does_not_delay_the_backend(backend, port):
     words = " ".join(["word"] * 30_000)
     with start_request(port, TEXT, prompt=words, stream=True, max_tokens=30_000) as connection:
         wait_for(lambda: backend.active)

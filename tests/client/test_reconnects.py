@@ -23,8 +23,8 @@ NUM_DEATHS = 6
 NUM_STREAMS = 4
 
 
-class Door:
-    """A TCP proxy for a server. The method `tear` closes the proxy and aborts all connections."""
+class Proxy:
+    """A TCP proxy for a server. The method `abort` closes the proxy and aborts all connections."""
 
     def __init__(self, target):
         self._target = target
@@ -36,7 +36,7 @@ class Door:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def tear(self):
+    async def abort(self):
         self._server.close()
         for writer in list(self._writers):
             writer.transport.abort()
@@ -77,19 +77,19 @@ def num_held():
 
 async def live_through_deaths():
     server, port = await endless_server.start()
-    door = Door(port)
-    await door.open()
-    backend = TritonBackend(f"127.0.0.1:{door.port}", "llm")
+    proxy = Proxy(port)
+    await proxy.open()
+    backend = TritonBackend(f"127.0.0.1:{proxy.port}", "llm")
     held = []
     for death in range(NUM_DEATHS):
         await until(backend.is_live)
         held.append(num_held())
         streams = [asyncio.create_task(use(backend, number)) for number in range(NUM_STREAMS)]
         await asyncio.sleep(0.05)
-        await door.tear()
+        await proxy.abort()
         await asyncio.gather(*streams)
         assert not await backend.is_live(), death
-        await door.open()
+        await proxy.open()
     await until(backend.is_live)
 
     async def is_as_before():
@@ -97,7 +97,7 @@ async def live_through_deaths():
 
     await until(is_as_before)
     await backend.close()
-    await door.tear()
+    await proxy.abort()
     await server.stop(None)
 
 

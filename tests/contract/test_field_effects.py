@@ -36,7 +36,7 @@ def test_an_answer_is_opened_unless_told_otherwise(prompt_of):
     assert prompt_of(add_generation_prompt=False).endswith("Well, I<|im_end|>\n")
 
 
-def test_the_last_message_is_gone_on_with_where_asked(prompt_of):
+def test_the_last_message_is_continued_on_request(prompt_of):
     assert prompt_of(continue_final_message=True).endswith("Well, I")
 
 
@@ -55,7 +55,7 @@ def test_special_tokens_stand_around_a_prompt_unless_told_otherwise(tokenizer):
     ]
 
 
-def test_special_tokens_are_text_only_where_asked(tokenizer):
+def test_special_tokens_are_text_only_on_request(tokenizer):
     ids = tokenizer("one<|im_end|> two", add_special_tokens=False)["input_ids"]
     assert decoder(tokenizer, skip_special_tokens=True)(ids) == "one two"
     assert decoder(tokenizer, skip_special_tokens=False)(ids) == "one<|im_end|> two"

@@ -101,7 +101,7 @@ def test_a_dropped_openai_stream_stops_the_sequence(served, gauge, num_before):
     wait_until_given_up(gauge, num_before)
 
 
-def test_many_cancelled_at_once_leave_nothing(served, gauge, num_before):
+def test_many_requests_that_are_cancelled_at_once_all_stop(served, gauge, num_before):
     async def all_of_them():
         await asyncio.gather(
             *(

@@ -22,7 +22,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(leftovers, "_CLOSED_S", 30.0)
 
 
-def blow(load):
+def run_storm(load):
     with serve(load) as served, Watch(served, every_s=1.0) as watch:
         storm = Storm(served, load, random.Random(SEED), watch, tell=lambda line: None)
         asyncio.run(storm.run(NUM_REQUESTS, NUM_REQUESTS // 2))
@@ -41,7 +41,7 @@ def judge(storm):
 
 @pytest.mark.parametrize("lengths", [(40,), pytest.param((160,), marks=pytest.mark.long)])
 def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_nothing(lengths):
-    storm, watch = blow(cancel_storm_requests.demo(random.Random(SEED), 1, lengths))
+    storm, watch = run_storm(cancel_storm_requests.demo(random.Random(SEED), 1, lengths))
     judge(storm)
     # Triton server 2.51 can crash, which resets the counter. The expected number is low, because on
     # a busy machine many clients leave before their requests have reached the engine.
@@ -50,5 +50,7 @@ def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_
 
 
 def test_known_answers_survive_clients_that_leave_at_any_moment(tmp_path):
-    storm, _ = blow(cancel_storm_requests.scripted(random.Random(SEED), variety=3, folder=tmp_path))
+    storm, _ = run_storm(
+        cancel_storm_requests.scripted(random.Random(SEED), variety=3, folder=tmp_path)
+    )
     judge(storm)

@@ -227,7 +227,7 @@ def test_several_calls(family):
     assert without_blanks(ask("two calls")) == expected(reasoning, calls=[WEATHER, TIME])
 
 
-def test_what_only_some_of_the_family_do(family):
+def test_outputs_that_only_some_formats_have(family):
     name, ask = family
     if name == "deepseek_v3_0324":
         message = ask("content then call")

@@ -47,7 +47,7 @@ def serving():
     "name",
     [pytest.param(name, marks=pytest.mark.long if name in REPEATED else ()) for name in EXPECTED],
 )
-def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name, monkeypatch):
+def test_a_fault_fails_only_some_requests_and_the_server_recovers(serving, name, monkeypatch):
     monkeypatch.setattr(fault_rows, "_RECOVERY_LIMIT_S", 400.0)
     fault = next(fault for fault in faults() if fault.name.startswith(name))
     if "hangs" not in name:  # all other faults take effect in the next forward pass

@@ -113,7 +113,7 @@ def test_log_probabilities_add_up_and_every_token_has_one(served):
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == answer["text"]
 
 
-def test_the_vllm_shaped_tensor_says_the_same(served):
+def test_the_tensor_in_the_format_of_vllm_has_the_same_log_probabilities(served):
     inputs = [*completion(logprobs=2), tensor("return_logprobs", True, "BOOL")]
     reply = run(served, inputs)
     entries = [
@@ -166,7 +166,7 @@ def test_penalties_biases_and_bans_change_the_answer(served):
 
 
 @pytest.mark.parametrize("prompt_thinks", [True, False])
-def test_a_strict_schema_holds_behind_the_reasoning(served, prompt_thinks):
+def test_a_strict_schema_is_enforced_after_the_reasoning(served, prompt_thinks):
     answer = content_of(
         served,
         "Tell me of a person.",
@@ -191,7 +191,7 @@ def test_a_strict_schema_holds_behind_the_reasoning(served, prompt_thinks):
         ({"ebnf": 'root ::= "yes" | "no"'}, "yes|no"),
     ],
 )
-def test_the_other_grammars_hold_too(served, fields, fits):
+def test_the_other_grammars_are_enforced_too(served, fields, fits):
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     text = content_of(served, "Which way?", max_tokens=50, **fields, **off)["content"].strip()
     assert re.fullmatch(fits, text)
@@ -204,7 +204,7 @@ def test_the_other_grammars_hold_too(served, fields, fits):
         ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
     ],
 )
-def test_a_call_that_must_come_does(served, choice, names):
+def test_a_required_call_is_made(served, choice, names):
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     answer = content_of(served, "Hello!", tools=TOOLS, tool_choice=choice, max_tokens=300, **off)
     assert answer["finish_reason"] == "tool_calls"

@@ -18,7 +18,7 @@ def crowded(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def rest(crowded):
+def accepting(crowded):
     """Wait until the server accepts requests again after the requests of the previous test."""
     deadline = time.monotonic() + 60
     while post(crowded, max_tokens=1).status_code != 200:
@@ -32,7 +32,7 @@ def post(served, **fields):
         return client.post(served.openai_url + "/completions", json=body | fields)
 
 
-def test_overload_costs_neither_throughput_nor_the_times_of_what_is_accepted(crowded):
+def test_overload_reduces_neither_the_throughput_nor_the_speed_of_accepted_requests(crowded):
     async def phases():
         return {
             "peak": await offer(crowded, 1.3 * CAPACITY_PER_S, 5.0),

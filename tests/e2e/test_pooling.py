@@ -104,7 +104,7 @@ def test_a_prompts_name_puts_its_text_before(http):
     assert np.abs(named - written).max() < 1e-5
 
 
-def test_documents_are_ordered_by_what_they_say(http):
+def test_documents_are_ordered_by_their_relevance(http):
     documents = ["Hugo has a turtle.", "Hugo lives in Pinemark.", "Bram lives in Korvale."]
     body = {"query": "Where does Hugo live?", "documents": documents}
     results = http.post("/v1/rerank", json=body).json()["results"]

@@ -178,14 +178,14 @@ def test_an_answer_is_parsed_by_its_schema(client, model):
     assert isinstance(made.output_parsed, Sum)
 
 
-def test_logprobs_are_those_of_the_text(create):
+def test_logprobs_belong_to_the_tokens_of_the_text(create):
     made = create("What is 27 + 45?", include=["message.output_text.logprobs"], top_logprobs=2)
     (part,) = made.output[-1].content
     assert b"".join(bytes(one.bytes) for one in part.logprobs).decode() == part.text
     assert {len(one.top_logprobs) for one in part.logprobs} == {2}
 
 
-def test_input_tokens_are_those_that_are_read(client, create, model):
+def test_counted_input_tokens_equal_the_usage(client, create, model):
     counted = client.responses.input_tokens.count(model=model, input=ASK, tools=[WEATHER])
     assert counted.input_tokens == create(ASK, tools=[WEATHER]).usage.input_tokens
 
@@ -223,7 +223,7 @@ def test_cancelling_while_it_decodes_frees_its_blocks(client, create, gauge, num
     assert cancelled.output_text or cancelled.output
 
 
-def test_cancelling_at_once_leaves_nothing(client, create, gauge):
+def test_a_response_that_is_cancelled_at_once_is_not_generated(client, create, gauge):
     num_tokens = gauge("generation_tokens_total")
     for _ in range(8):
         made = create("For ever and", background=True, **ENDLESS)
@@ -233,7 +233,7 @@ def test_cancelling_at_once_leaves_nothing(client, create, gauge):
     assert gauge("generation_tokens_total") - num_tokens < 8 * 3000 / 2
 
 
-def test_deleting_ends_it_too(client, create, gauge, num_before):
+def test_deleting_a_running_response_stops_its_request(client, create, gauge, num_before):
     made = create("For ever and", background=True, **ENDLESS)
     wait_for(lambda: is_busy(gauge))
     client.responses.delete(made.id)

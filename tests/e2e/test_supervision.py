@@ -50,7 +50,7 @@ def probe():
     [f for f in FAULTS if f.name in ("kill -9 postprocessor stub", "kill -9 frontend")],
     ids=lambda fault: fault.role,
 )
-def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault, monkeypatch):
+def test_requests_of_a_dead_process_end_and_the_server_recovers(stack, fault, monkeypatch):
     monkeypatch.setattr(fault_rows, "_RECOVERY_LIMIT_S", 400.0)
     requests = [probe(), *long_requests("chat", {})]
     row = with_asker(stack, lambda asker: measure(stack, asker, fault, requests))

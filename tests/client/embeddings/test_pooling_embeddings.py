@@ -268,7 +268,7 @@ async def test_without_an_embedding_model_it_is_a_404(ask, pooling):
     assert error["code"] == "model_not_found"
 
 
-async def test_a_dead_model_is_a_503_that_says_when_to_come_back(ask, pooling):
+async def test_a_dead_model_is_a_503_with_retry_after(ask, pooling):
     pooling.down.add("embedding")
     answer = await ask("/v1/embeddings", model="tiny-embed", input="a")
     assert "started again" in problem(answer, 503)["message"]

@@ -79,7 +79,7 @@ async def test_while_it_stops_new_requests_get_a_503_and_running_ones_go_on(gate
     assert len(backend.active) == 2
 
 
-async def test_what_ended_makes_room(connect, backend):
+async def test_requests_that_have_ended_no_longer_count(connect, backend):
     async with connect(max_concurrent_requests=1) as client:
         for text in ("one", "<fail INTERNAL broken>", "two"):
             await client.post("/v1/chat/completions", json=body(text))
@@ -167,7 +167,7 @@ async def test_a_client_that_reads_nothing_is_given_up():
     assert REFUSED % ("unread_timeout_s", 499) in metrics.as_text().decode()
 
 
-async def test_a_late_stream_nobody_reads_does_not_wait_for_its_last_word():
+async def test_a_late_stream_that_nobody_reads_ends_although_its_error_cannot_be_sent():
     async def silent(scope, receive, send):
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -190,14 +190,14 @@ class Server:
     """A simulated server that answers `per_second` requests per second and rejects the others.
 
     The queue of the server has space for the requests of one second, but for at least three
-    requests. At most `way_per_second` requests per second reach the server, including the requests
+    requests. At most `arrivals_per_second` requests per second reach the server, including requests
     that the server rejects.
     """
 
-    def __init__(self, per_second, way_per_second=1e9):
+    def __init__(self, per_second, arrivals_per_second=1e9):
         self.per_second = per_second
         self._room = self._most = max(per_second, 3.0)
-        self._step_s = 1 / way_per_second
+        self._step_s = 1 / arrivals_per_second
         self._arrived = 0.0
         self.num_asked = self.num_taken = 0
         self.longest_s = 0.0
@@ -245,7 +245,7 @@ def test_beyond_capacity_the_server_is_kept_busy_and_asked_little_more(capacity,
 
 @settings(max_examples=40, deadline=None)
 @given(capacity=st.floats(5, 50), factor=st.floats(2, 15), slowness=st.floats(1, 6))
-def test_a_slow_way_to_the_server_does_not_become_a_queue(capacity, factor, slowness):
+def test_a_slow_connection_to_the_server_does_not_become_a_queue(capacity, factor, slowness):
     offered = capacity * factor
     server = Server(capacity, max(offered / slowness, 4 * capacity))
     num_offered = run(server, offered, 10.0)
@@ -254,7 +254,7 @@ def test_a_slow_way_to_the_server_does_not_become_a_queue(capacity, factor, slow
     assert server.num_taken >= 0.8 * could - 2
 
 
-def test_when_refusals_end_everything_is_let_in_again_within_half_a_second():
+def test_when_rejections_end_all_requests_are_admitted_within_half_a_second():
     throttle = Throttle()
     for number in range(1000):
         if throttle.rejection(number / 1000) is None:
@@ -264,7 +264,7 @@ def test_when_refusals_end_everything_is_let_in_again_within_half_a_second():
     assert throttle.rejection(1.51) is None
 
 
-def test_one_refusal_holds_nobody_up():
+def test_one_rejection_does_not_throttle_requests():
     throttle = Throttle()
     throttle.record_admission(1.0)
     throttle.record_rejection("no room for this one", "1", 1.0, 1.4)
@@ -292,7 +292,7 @@ async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(conn
         assert (await client.post(path, json=body("hi"))).status_code == 200
 
 
-async def test_a_servers_own_503_without_a_time_teaches_nothing():
+async def test_a_503_without_retry_after_does_not_throttle_requests():
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 503, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})

@@ -165,7 +165,7 @@ async def test_a_body_that_grows_over_the_limit_is_counted_once(connect):
     ("is_draining", "limit", "status"),
     [(False, "max_concurrent_requests", 429), (True, "draining", 503)],
 )
-async def test_a_full_or_stopping_frontend_counts_whom_it_turns_away(is_draining, limit, status):
+async def test_a_full_or_stopping_frontend_counts_rejected_requests(is_draining, limit, status):
     app = create_app(Settings(served_model_name="echo", max_concurrent_requests=1), FakeBackend)
     transport = httpx.ASGITransport(app=app)
     async with (

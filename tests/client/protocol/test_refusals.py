@@ -163,7 +163,7 @@ async def test_what_completions_do_not_offer_is_refused_by_name(post, name):
     assert error["message"].startswith(f'{name}="something" is not supported: {refusal.reason}.')
 
 
-async def test_values_that_ask_for_nothing_are_no_fault(post):
+async def test_harmless_values_of_refused_fields_are_accepted(post):
     quiet = {
         name: refusal.harmless[0] if refusal.harmless else None
         for name, refusal in {**REFUSED, **REFUSED_IN_CHAT}.items()

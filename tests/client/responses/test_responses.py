@@ -135,7 +135,7 @@ async def test_an_error_before_the_first_token_is_a_plain_answer(respond, stream
         ("it has no field", "it has no field", None),
     ],
 )
-async def test_the_backend_blames_a_field_by_the_name_that_it_has_here(
+async def test_an_error_of_the_backend_names_the_field_of_the_responses_api(
     respond, said, message, param
 ):
     error = (await respond(f"<fail INVALID_ARGUMENT {said}>")).json()["error"]

@@ -127,7 +127,7 @@ async def test_sending_the_output_back_is_the_same_as_going_on_from_it(client, b
     assert said[0] == said[1] == said[2]
 
 
-async def test_what_is_not_there_is_a_404_that_says_so(client):
+async def test_an_unknown_response_is_a_404_that_names_its_id(client):
     for call in (
         client.get(f"{PATH}/resp_x"),
         client.delete(f"{PATH}/resp_x"),
@@ -195,7 +195,7 @@ async def test_a_deleted_response_is_gone_and_so_are_its_items(client):
     assert (await client.post(PATH, json={"input": reference})).status_code == 404
 
 
-async def test_only_so_many_are_kept_the_oldest_go(backend):
+async def test_the_number_of_stored_responses_is_limited_and_the_oldest_are_deleted(backend):
     async with frontend(backend, max_stored_responses=2) as (client, app):
         made = [await create(client, f"number {n}") for n in range(4)]
         gone = [await is_gone(client, response["id"]) for response in made]
@@ -203,7 +203,7 @@ async def test_only_so_many_are_kept_the_oldest_go(backend):
         assert len(app.state.responses.store) == 2
 
 
-async def test_only_so_many_bytes_are_kept_and_they_are_counted(backend):
+async def test_the_bytes_of_stored_responses_are_limited_and_counted(backend):
     limit = 60_000
     async with frontend(backend, max_stored_response_bytes=limit) as (client, app):
         made = [await create(client, "word " * 1000) for _ in range(12)]
@@ -220,7 +220,7 @@ async def test_only_so_many_bytes_are_kept_and_they_are_counted(backend):
         assert store.num_bytes == len(store) == 0
 
 
-async def test_a_response_is_forgotten_in_time_also_where_nobody_asks(backend):
+async def test_an_expired_response_is_deleted_although_no_request_arrives(backend):
     async with frontend(backend, stored_response_age_s=2) as (client, app):
         made = await create(client)
         ran = await create(client, background=True, stream=False)
@@ -231,7 +231,7 @@ async def test_a_response_is_forgotten_in_time_also_where_nobody_asks(backend):
         assert await is_gone(client, made["id"])
 
 
-async def test_where_nothing_is_kept_that_is_said(backend):
+async def test_a_server_that_stores_no_responses_says_so(backend):
     async with frontend(backend, max_stored_responses=0) as (client, _):
         made = await create(client)
         assert made["store"] is False

@@ -169,7 +169,7 @@ async def test_text_beyond_ascii_survives(chat, chunks_of):
     assert fold(chunks_of(await chat(text, stream=True)))["content"] == text
 
 
-async def test_the_body_goes_on_whole_and_without_nulls(chat, backend):
+async def test_the_whole_body_is_passed_on_without_nulls(chat, backend):
     await chat("hi", temperature=0.5, seed=None, chat_template_kwargs={"a": 1}, someday=[{"x": 2}])
     passed = json.loads(backend.generations[0].chat_request)
     assert passed["messages"] == [{"role": "user", "content": "hi"}]

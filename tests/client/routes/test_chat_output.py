@@ -169,9 +169,7 @@ async def test_what_stopped_it_is_given_under_both_names(chat, chunks_of):
 
 
 @pytest.mark.parametrize("asked", ["auto", "default", "flex", "priority"])
-async def test_whatever_tier_is_asked_for_the_answer_tells_the_one_there_is(
-    chat, chunks_of, backend, asked
-):
+async def test_every_service_tier_is_answered_with_default(chat, chunks_of, backend, asked):
     assert (await chat("hi", service_tier=asked)).json()["service_tier"] == "default"
     chunks = chunks_of(await chat("hi", service_tier=asked, stream=True))
     assert {chunk["service_tier"] for chunk in chunks} == {"default"}

@@ -55,7 +55,7 @@ async def test_special_tokens_are_added_as_for_generation_unless_told(post, back
         ({"prompt": 5}, "prompt must be a string, but the request has 5"),
     ],
 )
-async def test_what_it_does_not_do_is_refused_by_name(post, body, message):
+async def test_unsupported_requests_are_refused_by_name(post, body, message):
     response = await post("/tokenize", **body)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(message)
@@ -66,7 +66,7 @@ async def test_a_server_that_is_gone_is_a_503(post, backend):
     assert (await post("/tokenize", prompt="a")).status_code == 503
 
 
-async def test_it_needs_the_key_under_both_names(connect):
+async def test_both_routes_require_the_api_key(connect):
     async with connect(api_key="s3cret") as client:
         for path in ("/tokenize", "/v1/tokenize"):
             assert (await client.post(path, json={"prompt": "a"})).status_code == 401

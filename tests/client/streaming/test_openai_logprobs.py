@@ -29,13 +29,13 @@ def test_offsets_count_characters_not_bytes():
     assert offsets("日本語", [entry("日本"), entry("語")]) == [0, 2]
 
 
-def test_tokens_that_share_a_character_stand_where_it_begins():
+def test_tokens_that_share_a_character_have_the_offset_of_its_beginning():
     cat = "🐈".encode()
     pieces = [entry("a"), entry("\ufffd", cat[:2]), entry("\ufffd", cat[2:]), entry("b")]
     assert offsets("a🐈b", pieces) == [0, 1, 1, 2]
 
 
-def test_a_character_that_never_gets_whole_belongs_to_its_own_tokens():
+def test_an_incomplete_character_belongs_to_its_own_token():
     pieces = [entry("a"), entry("\ufffd", "🐈".encode()[:2]), entry(" know"), entry("!")]
     assert offsets("a\ufffd know!", pieces) == [0, 1, 2, 7]
 
@@ -44,16 +44,16 @@ def test_the_first_tokens_blank_may_be_missing_in_the_text():
     assert offsets("Hello you", [entry(" Hello"), entry(" you")]) == [0, 5]
 
 
-def test_a_token_that_is_not_in_the_text_takes_no_room():
+def test_a_token_that_is_not_in_the_text_does_not_advance_the_offset():
     pieces = [entry("a"), entry("<|hidden|>"), entry(" b"), entry("</s>")]
     assert offsets("a b", pieces) == [0, 1, 1, 3]
 
 
-def test_what_a_stop_string_cut_off_stands_at_the_end():
+def test_tokens_that_a_stop_string_cut_off_have_the_offset_of_the_end():
     assert offsets("one ", [entry("one"), entry(" END"), entry(" more")]) == [0, 3, 3]
 
 
-def test_a_prompts_token_without_bytes_costs_the_next_ones_nothing():
+def test_a_prompt_token_without_bytes_does_not_shift_the_next_offsets():
     scores = CompletionLogprobs(echoed_prompt="ab🐈c")
     tokens = ["a", "b", "\ufffd", "\ufffd", "c"]
     facts = [

@@ -41,7 +41,7 @@ def test_no_restarts_means_none():
     assert Restarts(RestartPolicy(0, 1.0), Clock()).record_failure() is None
 
 
-def test_ten_good_minutes_wipe_the_slate_clean():
+def test_ten_minutes_without_a_failure_reset_the_number_of_restarts():
     clock = Clock()
     restarts = Restarts(RestartPolicy(1, 1.0), clock)
     assert restarts.record_failure() == 0.0

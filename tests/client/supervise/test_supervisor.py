@@ -283,7 +283,7 @@ def test_the_second_signal_does_not_wait(third_attempt):
 
 
 @pytest.mark.long  # test_child_processes.py tests the same detection without a server
-def test_a_server_whose_stub_is_found_sick_while_it_starts_is_started_again(tmp_path):
+def test_a_server_whose_stub_is_unhealthy_while_it_starts_is_started_again(tmp_path):
     flag, program = tmp_path / "sick", tmp_path / "tritonserver"
     line = "E1122 10:20:42 1 model.cc:1] Stub process executor_0_0 is not healthy."
     program.write_text(
@@ -313,7 +313,7 @@ def test_a_server_that_hangs_in_its_own_crash_is_started_again(tmp_path):
         assert answers_again(running)
 
 
-def test_what_dies_too_often_ends_it_all_with_exit_code_1(tmp_path):
+def test_a_program_that_fails_too_often_ends_nereid_serve_with_exit_code_1(tmp_path):
     with serve(tmp_path, "--max-restarts=1") as running:
         running.wait_until_ready()
         for number in range(2):

@@ -1,14 +1,14 @@
-"""Compare the greedy tokens of the engine with those of llama.cpp for the same GGUF files.
+"""Compares the greedy tokens of the engine with those of llama.cpp for the same GGUF files.
 
     pip install xllamacpp
     python tests/backend/checkpoints/compare_llama_cpp.py            all types, as a Markdown table
     python tests/backend/checkpoints/compare_llama_cpp.py Q8_0 F16   some types
 
-The files are exports of the demo chat model. Both programs receive each prompt as text, so they
-also compare the tokenizers. llama.cpp rounds the inputs of layers to 8-bit integers if the weights
-are quantised, and to float16 if the weights are float16. The engine rounds the inputs only with
-prepack=True. The tokens of the two programs can therefore differ where two tokens have similar
-probabilities, so the program prints the probabilities at the first difference of each answer.
+The files are exports of the demo chat model. Both programs tokenise the prompts themselves, so the
+comparison includes the tokenizers. llama.cpp rounds the inputs of layers to 8-bit integers if the
+weights are quantised, and to float16 if the weights are float16. The engine rounds the inputs only
+with prepack=True. The programs can therefore choose different tokens if two tokens have similar
+probabilities. The table contains the ratio of these probabilities.
 """
 
 import argparse
@@ -66,9 +66,9 @@ NUM_TOKENS = 48
 
 
 def write_file(kind: str, folder: Path) -> Path:
-    """Write an export of the demo model, and return its path.
+    """Write the demo model as a GGUF file, and return the path of the file.
 
-    K-quants are used for the weights whose rows are long enough.
+    If `kind` is a K-quant, only the weights whose rows are long enough have this type.
     """
     path = folder / f"{kind}.gguf"
     others = {}
@@ -81,7 +81,7 @@ def write_file(kind: str, folder: Path) -> Path:
 
 
 class LlamaServer:
-    """llama.cpp's server in this process, with one thread and a KV cache of float32 numbers."""
+    """A server of llama.cpp in this process, with one thread and a KV cache in float32."""
 
     def __init__(self, path: Path) -> None:
         import xllamacpp
@@ -97,7 +97,7 @@ class LlamaServer:
         self._server = xllamacpp.Server(params)
 
     def generate(self, prompt: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of the prompt and of the greedy answer."""
+        """Return the tokens of the prompt and the tokens of the greedy answer."""
         tokens = self._post("/tokenize", {"content": prompt, "parse_special": True})["tokens"]
         body = {
             "prompt": prompt,
@@ -119,9 +119,9 @@ class LlamaServer:
 
 
 def generate(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Return the greedy answers, and the difference of the two largest log-probabilities.
+    """Return the greedy answers, and a number for each token of the answers.
 
-    The differences are those of each token of each answer.
+    The number is the difference between the two largest log-probabilities.
     """
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2)
     answers, gaps = [], []
@@ -137,9 +137,12 @@ def generate(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]],
 def compare_answers(
     answers: list[list[int]], gaps: list[list[float]], expected: list[list[int]]
 ) -> list[str]:
-    """Return the numbers of equal answers and tokens, and the largest ratio of probabilities.
+    """Return three cells of the table.
 
-    The ratio is that of the two likeliest tokens at the first difference of an answer.
+    The first cell is the number of equal answers, such as "18/20". The second cell is the number of
+    tokens before the first difference of each answer. At the first difference of an answer, the
+    probability of the likeliest token is divided by that of the second-likeliest token. The third
+    cell is the largest of these ratios.
     """
     num_tokens = 0
     ratios = []
@@ -147,7 +150,7 @@ def compare_answers(
         length = min(len(answer), len(other))
         place = next((i for i in range(length) if answer[i] != other[i]), length)
         num_tokens += place
-        # The last token can be the end of the text, which llama.cpp leaves out.
+        # The answer of the engine can end with the end-of-sequence token, which llama.cpp omits.
         if place < len(other) or len(answer) - place > 1:
             ratios.append(math.exp(gap[place]))
     equal = len(answers) - len(ratios)
@@ -156,7 +159,7 @@ def compare_answers(
 
 
 def compare(kind: str, folder: Path, prompts: list[str]) -> list[list[str]]:
-    """Return a row of the table for dequantised weights, and a row for the default settings."""
+    """Return two rows of the table: one for prepack=False, and one for the default settings."""
     path = write_file(kind, folder)
     server = LlamaServer(path)
     found = [server.generate(prompt) for prompt in prompts]

@@ -1,4 +1,7 @@
-"""Quantises weights with ggml, the library of llama.cpp. The gguf library writes no K-quants."""
+"""Quantises weights with ggml, the library of llama.cpp.
+
+The Python library gguf cannot quantise weights to K-quants.
+"""
 
 import ctypes
 import functools
@@ -27,9 +30,9 @@ def _ggml() -> ctypes.CDLL:
 
 
 def quantise(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Return the blocks of a weight, uint8 [..., bytes of a row].
+    """Quantise a weight, and return its blocks: uint8 [..., number of bytes in a row].
 
-    Every input counts as equally important, as without llama.cpp's importance matrix.
+    All inputs have the same importance. In llama.cpp, an importance matrix can change this.
     """
     if kind.name in FLOATS:
         return gguf.quantize(weight, kind)

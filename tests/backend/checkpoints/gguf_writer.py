@@ -1,4 +1,4 @@
-"""Writes GGUF files of checkpoints, as llama.cpp's converter and its quantiser do."""
+"""Converts checkpoints to GGUF files, as the converter and the quantiser of llama.cpp do."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from backend.checkpoints.ggml_quantise import quantise
 from backend.tiny_models import Family
 from safetensors.torch import load_file
 
-# The name of each tensor in GGUF files, by the end of its name in transformers.
+# A part of the name of a tensor in transformers, and the name of the tensor in GGUF files.
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -41,7 +41,7 @@ _TOP = {
 }
 
 
-# The blocks of K-quants have 256 weights, so the rows are longer than those of other tiny models.
+# A tiny model whose rows have at least 256 weights, because a block of K-quants has 256 weights.
 WIDE = Family("wide", "qwen3", {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64})
 # The types that llama.cpp uses for some tensors of a file with the name Q4_K_M.
 Q4_K_M = {"token_embd": "Q6_K", "output": "Q6_K", "attn_v": "Q6_K", "ffn_down": "Q6_K"}
@@ -60,11 +60,12 @@ def write_gguf(
 
     Args:
         folder: the folder of the checkpoint.
-        architecture: the architecture in GGUF's spelling.
-        kind: the type of the weights, such as "Q8_0". Norms are float32, and so are weights whose
-            rows cannot be divided into blocks.
-        other_kinds: the types of some tensors, by the part of the name before ".weight".
-        metadata: more metadata, without the name of the architecture.
+        architecture: the name of the architecture in GGUF files, such as "qwen3moe".
+        kind: the type of the weights, such as "Q8_0". The weights of norms are float32. Weights
+            whose rows cannot be divided into blocks are also float32.
+        other_kinds: the types of tensors that differ from `kind`. A key is the part of the tensor's
+            name before ".weight", such as "ffn_down".
+        metadata: further metadata. The function adds the name of the architecture to each key.
         path: the path of the file; None for a file in `folder` with the name of the type.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -131,7 +132,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     added = {token["content"]: token for token in content["added_tokens"]}
     ids |= {name: token["id"] for name, token in added.items()}
     tokens = sorted(ids, key=ids.__getitem__)
-    # 1 is a normal token, 3 a special token, and 4 another token that was added.
+    # The type 1 is a normal token, 3 is a special token, and 4 is another added token.
     kinds = [1 if name not in added else 3 if added[name]["special"] else 4 for name in tokens]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -143,7 +144,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
 
 
 def _convert(name: str, weight: torch.Tensor, architecture: str, config: dict):
-    """Return the name and the numbers of a weight in a GGUF file."""
+    """Return the name and the values that a weight of a checkpoint has in a GGUF file."""
     is_gemma = architecture.startswith("gemma")
     if is_gemma and name.endswith("norm.weight"):
         weight = weight + 1

@@ -1,12 +1,13 @@
-"""Measure every format of quantised weights: equal tokens, memory, and speed on this machine.
+"""Measures every format of quantised weights: equal tokens, memory, and speed on this machine.
 
     python tests/backend/checkpoints/measure_formats.py            all formats, as a Markdown table
-    python tests/backend/checkpoints/measure_formats.py AWQ GGUF   formats whose name begins so
+    python tests/backend/checkpoints/measure_formats.py AWQ GGUF   formats whose names begin so
 
-For each format, the program writes two checkpoints with random weights. In the tiny checkpoint, it
-compares the greedy tokens of the engine with those that transformers computes in float32 from the
-dequantised weights. With the large checkpoint, which is a Qwen3 model, it measures memory and speed
-in bfloat16 with the default settings. The rows of libraries that are not installed stay empty.
+For each format, the program writes two checkpoints with random weights. With the tiny checkpoint,
+the program compares the greedy tokens of the engine with those of transformers, which computes in
+float32 with the dequantised weights. The large checkpoint is a Qwen3 model. With it, the program
+measures memory and speed in bfloat16 with the default settings. If the library of a format is not
+installed, the row of the format stays empty.
 """
 
 import argparse
@@ -49,11 +50,12 @@ class Format:
 
     Attributes:
         library: the library that writes the file.
-        write: writes a quantised copy of a checkpoint. The arguments are the folder of the
-            checkpoint, whose weights are replaced by the dequantised weights, and a new folder. It
-            returns the model argument of the engine.
+        write: a function that writes a quantised copy of a checkpoint. Its arguments are the folder
+            of the checkpoint and a new folder for the copy. The function replaces the weights in
+            the first folder with the dequantised weights. It returns the path from which the engine
+            loads the copy.
         settings: settings of the engine.
-        is_exact: whether the tokens of the tiny checkpoint are compared.
+        is_exact: whether the program compares the tokens of the tiny checkpoint.
         family: the architecture of the tiny checkpoint.
     """
 
@@ -133,10 +135,10 @@ FORMATS = {
 
 
 def count_equal_tokens(row: Format, folder: Path) -> str:
-    """Return the numbers of equal tokens and of all tokens of the tiny checkpoint.
+    """Return the number of equal tokens and the number of all tokens, such as "95/96".
 
     The engine computes with dequantised weights (prepack=False), because the kernels for integers
-    round the inputs of layers too.
+    would also round the inputs of layers.
     """
     plain = row.family.save(folder / "plain")
     path = row.write(plain, folder / "quantised")
@@ -154,10 +156,11 @@ def count_equal_tokens(row: Format, folder: Path) -> str:
 
 
 def measure_speed(row: Format, folder: Path, shape: str, answer: int) -> list[str]:
-    """Return the memory of the weights, the peak memory, and the speed with 1 and 16 sequences.
+    """Return four cells of the table.
 
-    The speed is the number of tokens for each second of CPU time, because other programs may use
-    the machine at the same time.
+    The cells are the size of the weights and the peak memory in MiB, and the speed with 1 and with
+    16 sequences. The speed is the number of tokens for each second of CPU time, because other
+    programs may use the machine at the same time.
     """
     make_checkpoint(folder / "plain", shape, "bfloat16")
     if row.write is not _unchanged:
@@ -197,7 +200,7 @@ def _folder() -> Iterator[Path]:
 
 
 def measure(name: str, shape: str, answer: int) -> list[str]:
-    """Return the cells of one row."""
+    """Measure one format, and return its row of the table."""
     row = FORMATS[name]
     try:
         with _folder() as folder:

@@ -56,7 +56,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch, tmp_path):
-    # The variable XDG_CACHE_HOME would also make the kernels compile again.
+    # With the variable XDG_CACHE_HOME, the CPU kernels would also have a new cache folder, and they
+    # would be compiled again.
     folder = tmp_path / "cache"
     monkeypatch.setattr("nereid_backend.checkpoints.gguf.gguf_folder.cache_folder", lambda: folder)
 
@@ -86,7 +87,8 @@ def test_a_float_file_computes_the_logits_of_the_checkpoint(architecture, tmp_pa
     assert difference < 1e-5
 
 
-# The positions of the float16 numbers in a block. In the other types, the only one is at byte 0.
+# The positions of the float16 numbers in a block, in bytes. In types that are not in this dict, the
+# only float16 number is at byte 0.
 SCALE_STARTS = {
     "Q4_1": [0, 2],
     "Q5_1": [0, 2],
@@ -99,7 +101,7 @@ SCALE_STARTS = {
 
 
 def random_blocks(kind, num_blocks, seed=0):
-    """Return blocks of random integers with finite scales."""
+    """Return blocks of random integers with finite scales, and the number of weights in a block."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (num_blocks, num_bytes), dtype=np.uint8)
@@ -114,7 +116,8 @@ def test_blocks_are_dequantised_like_in_the_gguf_library(name, tmp_path):
     kind = gguf.GGMLQuantizationType[name]
     blocks, size = random_blocks(kind, 12)
     if name in ("Q4_K", "Q5_K"):
-        blocks[3, 4:8] = 0  # the first groups of this block have the scale 0
+        # The first groups of this block have the scale 0.
+        blocks[3, 4:8] = 0
         blocks[3, 12:16] = 0
     (tmp_path / "file").write_bytes(b"1234" + blocks.tobytes())
     tensor = GgufTensor("x", (4, 3 * size), kind, 4, blocks.nbytes)
@@ -217,7 +220,7 @@ def test_special_tokens_that_the_file_lacks_are_ordinary_text(tmp_path):
 
 
 def add_tokenizer(path, tokens, merges, pre):
-    """Add a tokenizer to a GGUF file."""
+    """Add a byte-level BPE tokenizer and a chat template to a GGUF file."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(path.with_suffix(".new"), "llama")
     for name, field in reader.fields.items():
@@ -252,7 +255,8 @@ def test_a_checkpoint_folder_that_was_truncated_on_disk_is_created_again(name, t
 
 def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     path = write_gguf(BY_NAME["llama"].save(tmp_path / "checkpoint"), "llama", "F32")
-    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: path / "cache")  # not a folder
+    # The parent of this cache folder is a file.
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: path / "cache")
     with pytest.raises(ModelError, match="set the environment variable XDG_CACHE_HOME"):
         checkpoint_folder(str(path))
     monkeypatch.undo()
@@ -383,10 +387,12 @@ def test_a_damaged_vocabulary_is_refused(tmp_path):
 
 
 def header(*, tensors=0, values=0, version=3, rest=b""):
+    """Return a GGUF file that states these numbers of tensors and of metadata values."""
     return b"GGUF" + struct.pack("<IQQ", version, tensors, values) + rest
 
 
 def text(value):
+    """Return a text as it is stored in a GGUF file: the length and the bytes."""
     return struct.pack("<Q", len(value)) + value
 
 

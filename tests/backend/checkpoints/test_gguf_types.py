@@ -12,13 +12,14 @@ from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import save_file
 
-# ggml first searches neighbours in a grid of numbers for these types, which takes up to 4 seconds.
+# For these types, ggml first searches the neighbours in a grid of numbers. This takes up to 4 s.
 GRID_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 ALL_TYPES = [
     *BLOCK_TYPES,
     *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
     *(pytest.param(name, marks=pytest.mark.long) for name in GRID_TYPES),
 ]
+# The names of three weights in transformers and in a GGUF file.
 STORED_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.layers.1.mlp.down_proj": "blk.1.ffn_down",
@@ -39,7 +40,7 @@ def checkpoint(plain, tmp_path, monkeypatch):
 
 
 def library_weights(file):
-    """Return the weights that the gguf library dequantises, by the names in the file."""
+    """Return the weights of a file as the gguf library dequantises them, by their GGUF names."""
     return {
         tensor.name.removesuffix(".weight"): gguf.dequantize(tensor.data, tensor.tensor_type)
         for tensor in gguf.GGUFReader(file).tensors
@@ -68,7 +69,8 @@ def test_blocks_that_ggml_writes_are_read_as_in_the_gguf_library(name, tmp_path)
     found = GgufWeight(tmp_path / "file", tensor, torch.float32)[...]
     expected = gguf.dequantize(blocks, kind)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-7)
-    # The file must resemble the original weights. Types of 1 or 2 bits have an error up to 80 %.
+    # The dequantised weights must resemble the original weights. In types of 1 or 2 bits, the
+    # root-mean-square error is up to 80 % of the root mean square of the weights.
     assert np.square(expected - weight).mean() < 0.8**2 * np.square(weight).mean()
 
 

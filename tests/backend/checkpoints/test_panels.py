@@ -1,4 +1,7 @@
-"""The integers of quantised checkpoints in the panels of the CPU kernels."""
+"""Tests that the weights of quantised checkpoints are copied into panels as integers.
+
+A panel is the layout of integer weights that the CPU kernels use.
+"""
 
 import json
 
@@ -42,7 +45,9 @@ def test_panels_contain_the_weights_of_the_checkpoint(name, tmp_path):
     layers = [
         (layer, module) for layer, module in model.named_modules() if type(module) is GroupedLinear
     ]
-    assert len(layers) == 14  # 7 layers in each of 2 blocks; lm_head is not quantised
+    assert (
+        len(layers) == 14
+    )  # 7 linear layers in each of 2 decoder layers. lm_head is not quantised.
     for layer, module in layers:
         weight = expected[f"{layer}.weight"]
         # The panels store scales and zeros as float16.
@@ -53,7 +58,7 @@ def test_panels_contain_the_weights_of_the_checkpoint(name, tmp_path):
             assert torch.equal(weight, expected[name]), name
 
 
-@pytest.mark.parametrize("num_rows", [80, 96])  # the layer and the scales have 96 and 80 rows
+@pytest.mark.parametrize("num_rows", [80, 96])  # The layer has 96 rows, and there are 80 scales.
 def test_an_integer_weight_whose_shapes_do_not_match_is_named_with_its_file(num_rows, tmp_path):
     folder = BY_NAME["llama"].save(tmp_path / "llama")
     file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj"

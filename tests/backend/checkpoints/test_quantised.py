@@ -22,6 +22,10 @@ def load(folder, dtype="float32"):
 
 
 def assert_same_weights(plain, quantised, *, relative=1e-6):
+    """Check that two checkpoints have equal weights after loading.
+
+    `relative` is the largest allowed difference, relative to the largest value of a weight.
+    """
     expected, found = load(plain).state_dict(), load(quantised).state_dict()
     assert expected.keys() == found.keys()
     for name, weight in expected.items():
@@ -63,7 +67,7 @@ def test_compressed_tensors_gives_the_weights_that_the_library_decompresses(name
     kind, arguments = COMPRESSED[name]
     settings, encode = writers.compressed_tensors(kind, **arguments)
     pair = writers.write_pair("llama", tmp_path, settings, encode)
-    # The library dequantises in the data type of its scales.
+    # The library dequantises in the data type of the scales.
     assert_same_weights(*pair, relative=1e-6)
 
 
@@ -71,7 +75,8 @@ def test_compressed_tensors_gives_the_weights_that_the_library_decompresses(name
 def test_zeros_of_compressed_tensors_before_version_0_9_4_are_not_packed(shape):
     zeros = torch.randint(-8, 8, shape, dtype=torch.int8)
     tensors = {
-        ".weight_packed": torch.full((16, 4), 0x44444444, dtype=torch.int32),  # the integers are -4
+        # Each integer of 4 bits is -4, because 8 was added before packing.
+        ".weight_packed": torch.full((16, 4), 0x44444444, dtype=torch.int32),
         ".weight_scale": torch.ones(shape),
         ".weight_zero_point": zeros,
         ".weight_shape": torch.tensor([16, 32]),
@@ -136,7 +141,7 @@ def test_torchao_gives_the_weights_that_the_library_dequantises(kind, tmp_path):
 )
 def test_bitsandbytes_gives_the_weights_that_the_library_dequantises(kind, is_nested, tmp_path):
     settings, encode = writers.bitsandbytes(kind, is_nested=is_nested)
-    # The library dequantises integers of 8 bits to float16.
+    # The library dequantises integers of 8 bits to float16, which is less exact.
     relative = 1e-3 if kind == "int8" else 1e-6
     pair = writers.write_pair("llama", tmp_path, settings, encode)
     assert_same_weights(*pair, relative=relative)
@@ -337,7 +342,7 @@ def test_a_group_of_torchao_with_the_scale_0_has_one_value():
     # Two rows of four weights in groups of two. Each byte contains two integers of 4 bits.
     tensors = {
         torchao._MAIN: torch.tensor([[0x21, 0x43], [0x65, 0x07]], dtype=torch.uint8),
-        torchao._SCALE: torch.tensor([[0.0, 2.0], [1.0, 1.0]]),  # [groups, rows]
+        torchao._SCALE: torch.tensor([[0.0, 2.0], [1.0, 1.0]]),  # the shape is [groups, rows]
         torchao._ZERO: torch.tensor([[5.0, 0.0], [0.0, 0.0]]),
     }
     weight = torchao._decode_int4(tensors, torch.float32).dequantise(torch.float32)

@@ -8,6 +8,7 @@ VOCABULARY = {"model": {"vocab": {"a": 0, "b": 1}}, "padding": {"length": 8}}
 
 
 def files(folder, contents):
+    """Write files into a new folder, and return the hashes of the tokenizer's files."""
     folder.mkdir()
     for name, content in contents.items():
         text = content if isinstance(content, str) else json.dumps(content)

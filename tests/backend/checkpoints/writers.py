@@ -1,7 +1,8 @@
 """Writes tiny quantised checkpoints, and the same checkpoints with dequantised weights.
 
-The weights are quantised, packed and dequantised by the library of each format where that library
-is installed, so that no format is only read by the code that wrote it.
+The library of each format quantises, packs and dequantises the weights if the library is installed.
+The tests therefore do not only read files that Nereid's own code wrote. The layouts at the end of
+this file are exceptions.
 """
 
 import contextlib
@@ -18,21 +19,22 @@ from backend.tiny_models import BY_NAME
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-# The tensors of one weight by suffix, such as {".qweight": ...}, and the dequantised weight.
+# The tensors into which one weight is quantised, such as {".qweight": ...}, and the dequantised
+# weight. The keys are the suffixes of the tensors' names.
 Encoded = tuple[dict[str, Tensor], Tensor]
 Encoder = Callable[[Tensor], Encoded]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings of the libraries, which the suite would turn into errors."""
+    """Ignore warnings from libraries, because pytest would turn the warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def library(name: str):
-    """Return a module of a library; skip the test if the library is not installed."""
+    """Return a module of a library. Skip the test if the library is not installed."""
     with quiet():
         try:
             return importlib.import_module(name)
@@ -50,12 +52,13 @@ def write_pair(
     metadata: dict | None = None,
     num_shards: int = 1,
 ) -> tuple[Path, Path]:
-    """Write a tiny quantised checkpoint and the checkpoint with the dequantised weights.
+    """Write a tiny quantised checkpoint, and the same checkpoint with the dequantised weights.
+
+    `quantise_checkpoint` describes the results and the other arguments.
 
     Args:
-        family: the name of a family of backend.tiny_models.
-        folder: the folder in which both checkpoints are created.
-        settings: see `quantise_checkpoint`, also for the other arguments.
+        family: the name of a family in backend.tiny_models.
+        folder: the folder in which the function creates the folders of both checkpoints.
     """
     plain = BY_NAME[family].save(folder / "plain")
     return quantise_checkpoint(
@@ -79,17 +82,18 @@ def quantise_checkpoint(
     metadata: dict | None = None,
     num_shards: int = 1,
 ) -> tuple[Path, Path]:
-    """Write a quantised copy of a checkpoint, and return the folders of both.
+    """Write a quantised copy of a checkpoint, and return the folders of the original and the copy.
 
     Args:
-        plain: a checkpoint. The weights that are quantised are replaced by the dequantised weights.
-        quantised: the folder that is created.
-        settings: the quantization_config.
-        encode: quantises one weight.
-        is_quantised: whether the weight with a name is quantised. By default, the weights of linear
-            layers are, but not lm_head.
+        plain: the folder of the checkpoint. The function replaces its weights that are quantised in
+            the copy with the dequantised weights.
+        quantised: the new folder of the copy.
+        settings: the value of `quantization_config` in the config.json of the copy.
+        encode: a function that quantises one weight.
+        is_quantised: a function that decides by the name of a weight whether it is quantised. By
+            default, the weights of all linear layers except lm_head are quantised.
         metadata: the metadata of the safetensors file.
-        num_shards: the number of weight files.
+        num_shards: the number of files with weights.
     """
     shutil.copytree(plain, quantised)
     is_quantised = is_quantised or _is_linear
@@ -191,7 +195,7 @@ def _ranges(weight: Tensor, arguments) -> tuple[Tensor, Tensor]:
 
 
 def torchao(kind: str, *, group_size: int = 16) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and the encoder of one of torchao's tensor classes."""
+    """Return the settings and the encoder of torchao for "int4", "int8" or "float8"."""
     library("torchao")
     api = library("torchao.quantization")
     support = library("torchao.prototype.safetensors.safetensors_support")
@@ -221,7 +225,7 @@ def torchao(kind: str, *, group_size: int = 16) -> tuple[dict, Callable[[Tensor]
 
 
 def bitsandbytes(kind: str, *, is_nested: bool = False) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and the encoder of bitsandbytes: "nf4", "fp4" or "int8"."""
+    """Return the settings and the encoder of bitsandbytes for "nf4", "fp4" or "int8"."""
     functional = library("bitsandbytes.functional")
 
     def encode(weight: Tensor) -> Encoded:
@@ -230,7 +234,7 @@ def bitsandbytes(kind: str, *, is_nested: bool = False) -> tuple[dict, Callable[
                 integers, largest, _ = functional.int8_vectorwise_quant(weight.half())
                 dequantised = functional.int8_vectorwise_dequant(integers, largest)
                 return {".weight": integers, ".SCB": largest.float()}, dequantised.float()
-            # The library dequantises rows that are not whole blocks wrongly on a CPU.
+            # On a CPU, the library dequantises rows wrongly if they do not consist of whole blocks.
             packed, state = functional.quantize_4bit(
                 weight.reshape(-1, 64), quant_type=kind, compress_statistics=is_nested, blocksize=64
             )
@@ -248,11 +252,15 @@ def bitsandbytes(kind: str, *, is_nested: bool = False) -> tuple[dict, Callable[
     return settings, encode
 
 
-# ---- layouts that are written here, because their libraries need a GPU
+# ---- Layouts that the following functions write themselves, because the libraries need a GPU.
 
 
 def bitsandbytes_stored_as(storage: torch.dtype) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and the encoder of bitsandbytes for bnb_4bit_quant_storage=`storage`."""
+    """Return the settings and the encoder of bitsandbytes with another storage type.
+
+    The encoder stores the bytes as numbers of the type `storage`, as the library does with the
+    option `bnb_4bit_quant_storage`.
+    """
     numbers = torch.linspace(-1, 1, 16)
 
     def encode(weight: Tensor) -> Encoded:
@@ -273,7 +281,11 @@ def bitsandbytes_stored_as(storage: torch.dtype) -> tuple[dict, Callable[[Tensor
 
 
 def integers(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unsigned integers [out, in], and the scales and zeros [out, groups] of a weight."""
+    """Quantise a weight to unsigned integers of `bits` bits.
+
+    Returns:
+        The integers [outputs, inputs], and the scales and the zeros [outputs, groups].
+    """
     groups = weight.reshape(len(weight), -1, group_size)
     low, high = groups.amin(-1), groups.amax(-1)
     scales = ((high - low) / (2**bits - 1)).half().float()
@@ -283,7 +295,10 @@ def integers(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor
 
 
 def pack(rows: Tensor, bits: int, order=range(8)) -> Tensor:
-    """Pack the integers of each row into 32-bit integers, one bit at a time."""
+    """Pack the integers of each row into 32-bit integers.
+
+    If `bits` is 4, `order` is the order of the eight integers in a 32-bit integer.
+    """
     rows = rows.long()
     if bits == 4:
         rows = rows.view(len(rows), -1, 8)[:, :, list(order)].flatten(1)
@@ -293,7 +308,7 @@ def pack(rows: Tensor, bits: int, order=range(8)) -> Tensor:
 
 
 def awq(*, group_size: int = 16) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and an encoder for AWQ."""
+    """Return the settings and the encoder of AWQ."""
     order = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def encode(weight: Tensor) -> Encoded:
@@ -313,7 +328,16 @@ def awq(*, group_size: int = 16) -> tuple[dict, Callable[[Tensor], Encoded]]:
 def gptq(
     bits: int, *, is_v2: bool = False, desc_act: bool = False, group_size: int = 16
 ) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and an encoder for GPTQ."""
+    """Return the settings and the encoder of GPTQ.
+
+    Args:
+        bits: the number of bits of a weight.
+        is_v2: whether the format is version 2, which stores the zeros unchanged. Version 1 stores
+            the zeros minus one.
+        desc_act: whether the groups consist of weights in activation order. Otherwise, the weights
+            of a group are neighbours.
+        group_size: the number of weights in a group.
+    """
 
     def encode(weight: Tensor) -> Encoded:
         num_inputs = weight.shape[1]
@@ -348,7 +372,10 @@ def gptq(
 
 
 def fp8(*, block: int | None) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and an encoder for float8 weights; transformers dequantises them."""
+    """Return the settings and the encoder of float8 weights, which transformers dequantises.
+
+    A scale applies to a block of `block` x `block` weights, or to the whole weight if it is None.
+    """
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     def encode(weight: Tensor) -> Encoded:

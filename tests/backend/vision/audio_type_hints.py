@@ -1,4 +1,4 @@
-"""What image_types.py cannot derive from the source of transformers, by type that reads audio."""
+"""Hints for the types that read audio. See image_type_hints.py for the meaning of the keys."""
 
 from typing import Any
 

@@ -1,13 +1,14 @@
 # ruff: noqa: E402 - torchvision is prepared before transformers is imported
-"""Compare greedy tokens of the engine with transformers for every type that reads media.
+"""Compares the greedy tokens of the engine with those of transformers for types that read media.
 
     python tests/backend/vision/image_archs.py              run the types without a result
     python tests/backend/vision/image_archs.py llava gemma3   run these types again
     python tests/backend/vision/image_archs.py --videos       send videos instead of images
     python tests/backend/vision/image_archs.py --audio        send audio instead of images
 
-Each type runs in its own process with a limit on time and memory. The file `--results` contains one
-line of JSON for each result.
+A type is a value of `model_type` in a config.json, and media are images, videos and audio. Each
+type runs in its own process with a limit on time and memory. The program appends each result as a
+line of JSON to the file that the option `--results` names.
 """
 
 import argparse
@@ -46,10 +47,11 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
 
+# The limits on the wall time and the address space of the process of one type.
 _SECONDS = 600
 _MEMORY_BYTES = 10 * 2**30
 MAX_TOKENS = 9
-# The sampling rate of the audio.
+# The sampling rate of the audio in Hz.
 RATE = 16_000
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
@@ -63,8 +65,8 @@ class Result:
 
     Attributes:
         status: "exact", "wrong", "refused" or "not built".
-        path: how the engine computes prompts with images.
-        text_path: the forward path of texts.
+        path: the forward path that the engine uses for prompts with media.
+        text_path: the forward path that the engine uses for texts.
         cells: for each situation, the number of equal tokens and of all tokens, such as "27/27".
         reason: why the type was refused or not built.
         num_distinct: the number of different tokens among the expected tokens.
@@ -103,7 +105,7 @@ def video_chat(videos: list[list[Image.Image]], text: str) -> Chat:
 
 
 def noise(seed: int, seconds: float) -> dict[str, Any]:
-    """Return a content part with audio of random samples."""
+    """Return a content part with audio that consists of random samples."""
     samples = np.random.default_rng(seed).uniform(-0.5, 0.5, int(seconds * RATE))
     return {"type": "audio", "audio": samples.astype(np.float32), "sampling_rate": RATE}
 
@@ -147,7 +149,7 @@ def make_audio_chats() -> list[Chat]:
 
 
 def similar_chats(kind: str) -> list[Chat]:
-    """Return two chats of the same lengths with different media."""
+    """Return two chats whose media have the same size and different contents."""
     make: dict[str, Callable[[int], Chat]] = {
         "image": lambda seed: chat([picture(seed, 60, 40)], "hello"),
         "video": lambda seed: video_chat([film(seed, 4)], "hello"),
@@ -168,7 +170,11 @@ def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
 
 
 def reference(folder: Path, kind: str) -> tuple[list[Chat], Answers, bool]:
-    """Return the chats that transformers can answer, its tokens, and whether the media matter."""
+    """Return chats with media, and the tokens with which transformers answers the chats.
+
+    Chats that transformers cannot answer are left out, but it must answer the first two chats. The
+    third result is true if other media with the same text change the logits.
+    """
     model, processor = _load_reference(folder)
     chats, answers = [], []
     for each in _CHATS[kind]():
@@ -246,7 +252,7 @@ def _preempted(engine: Engine, chats: list[Chat]) -> Answers:
 
 
 def _cached(engine: Engine, chats: list[Chat]) -> Answers:
-    """Answer each chat a second time."""
+    """Answer all chats two times, and return the second answers."""
     _alone(engine, chats)
     return _alone(engine, chats)
 
@@ -262,7 +268,13 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Callable[[Engine, list[Chat]], Answe
 def build(
     model_type: str, parent: Path, kind: str = "image"
 ) -> tuple[Path, list[Chat], Answers, bool]:
-    """Write a checkpoint that transformers can run, and return it with its `reference`."""
+    """Write a checkpoint that transformers can run.
+
+    The function tries the image sizes in `image_types.SIZES` one after another.
+
+    Returns:
+        The folder of the checkpoint, and the results of `reference`.
+    """
     errors = []
     for sizes in image_types.SIZES:
         try:
@@ -279,7 +291,10 @@ def examine(
     situations: list[str] | None = None,
     kind: str = "image",
 ) -> None:
-    """Run one type in every situation and store the outcome in `result`."""
+    """Run one type in the given situations and store the outcome in `result`.
+
+    By default, the type runs in all situations.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder, chats, expected, result.depends = build(model_type, Path(name), kind)
         result.num_distinct = len({token for answer in expected for token in answer})
@@ -306,6 +321,7 @@ def examine(
 
 
 def _cell(expected: Answers, got: Answers) -> str:
+    """Return the number of equal tokens and the number of all tokens, such as "26/27"."""
     pairs = [(a, b) for e, g in zip(expected, got, strict=True) for a, b in zip(e, g, strict=True)]
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 

@@ -1,4 +1,21 @@
-"""What image_types.py cannot derive from the source of transformers, by type."""
+"""Changes of configs and processors that image_types.py cannot derive from transformers' source.
+
+HINTS maps a type to a dict of these changes. A key without an underscore is the name of an
+attribute or of a sub-config; see shrink_hints.py. The other keys have these meanings:
+
+- "_processor", "_image_processor", "_audio_class": the names of classes of transformers.
+- "_birth": the arguments with which the default config is created.
+- "_values", "_vision", "_parts": changes of the config, of its image encoder, and of sub-configs.
+- "_image", "_video", "_audio": arguments of the image, video and audio processor.
+- "_arguments": arguments of the processor that combines these processors.
+- "_template": the chat template.
+- "_special", "_tokens", "_without": special tokens of the tokenizer, special tokens with the names
+  of their attributes, and attributes without a special token.
+- "_ids": the special tokens whose ids become values of the config.
+- "_sizes": one of `image_types.SIZES`.
+- "_sections": the sections of three-dimensional positions.
+- "_embeddings": parts of the names of weights that get small values.
+"""
 
 from typing import Any
 
@@ -85,7 +102,7 @@ HINTS |= {"paligemma": {"_sizes": "defaults", "_image": {"image_seq_length": 256
 
 
 def _template(image: str, video: str = "") -> str:
-    """Return a chat template that prints these texts for each image and each video."""
+    """Return a chat template that writes `image` for each image and `video` for each video."""
     return (
         "{% for message in messages %}{% for part in message.content %}"
         f"{{% if part.type == 'image' %}}{image}{{% elif part.type == 'video' %}}{video}"
@@ -234,7 +251,7 @@ for _omni in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"):
     HINTS[_omni] |= {"_ids": _OMNI_IDS, "_tokens": _OMNI_TOKENS}
 HINTS["qwen2_5_omni_thinker"] |= _WINDOWS
 
-# The outputs of the image encoder have four times its hidden size, because four patches are merged.
+# The image encoder merges four patches, so its outputs are four times as wide as its hidden states.
 _ADAPTER = {"out_hidden_size": 256, "projector_hidden_size": 64}
 _SMALL_SAM = {
     "output_channels": 16,
@@ -342,7 +359,7 @@ HINTS |= {
             "num_groups": [1, 2, 4, 4],
             "projection_dim": 64,
         },
-        # A grid of 7 x 7 patches, and the mean of all patches.
+        # An image has a token for each of 7 x 7 patches, and a token for the mean of all patches.
         "_image": {"image_seq_length": 50},
     },
     "t5gemma2": {
@@ -354,7 +371,7 @@ _VIDEO_IDS = {
     "video_start_token_id": "<|begin_of_video|>",
     "video_end_token_id": "<|end_of_video|>",
 }
-# The model's code finds the frames of a video between two special tokens.
+# The code of these models finds the frames of a video between two special tokens.
 HINTS |= {
     name: {
         **HINTS.get(name, {}),

@@ -1,7 +1,7 @@
-"""Tiny random checkpoints, with a processor, of the types that read images or audio.
+"""Creates tiny random checkpoints with processors, for the types that read images or audio.
 
-The config of a type is made small by `shrink`. The tokenizer has one token for each character and
-each special text that the source of the processor names.
+The module `shrink` creates the small config of a type. The tokenizer has one token for each
+character, and one for each special token in the source code of the processor's class.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from transformers.utils import is_torchvision_available
 from backend import shrink, shrink_hints
 
 LENGTH = 4096
-# The names of the model classes that read images or audio, by type of model.
+# The name of the model class for each type of model.
 _CLASSES = {
     **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -37,19 +37,24 @@ _CLASSES = {
 }
 _CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 _PATTERN = re.compile(r"""["'](<[^"'<>\s]{1,40}>|\[[A-Z_]{2,20}\])["']""")
-# The text of a special token in a processor's constructor, such as: self.image_token = "<image>"
+# The name and the text of a special token in the constructor of a processor. Example:
+# self.image_token = "<image>"
 _LITERAL = re.compile(r"""self\.(\w+_token)\s*=\s*["']([^"'\s]+)["']""")
 _ATTRIBUTE = re.compile(r"tokenizer\.((?:\w+_)?token)(?:_id)?\b")
 _FULL_PARTS = ("image_processor", "tokenizer")
 
 
-# How the size of images is chosen: the defaults of the config and the processor, the default of one
-# of them for both, or a few patches.
+# The methods of choosing the size of images. "small": the config and the processor use images of a
+# few patches. "defaults": the config and the processor keep their defaults. "config": the processor
+# uses the default of the config. "processor": the config uses the default of the processor.
 SIZES = ("small", "defaults", "config", "processor")
 
 
 def save(model_type: str, folder: Path, sizes: str = "defaults") -> Path:
-    """Write a tiny random checkpoint of the type with its processor. See `SIZES`."""
+    """Write a tiny random checkpoint of a type with its processor, and return the folder.
+
+    The argument `sizes` is one of `SIZES`.
+    """
     hints = {"_sizes": sizes, **HINTS.get(model_type, {})}
     values, config_class = small_values(model_type, hints)
     processor = make_processor(model_type, hints, values)
@@ -89,6 +94,7 @@ def audio_types() -> list[str]:
 
 
 def _randomise(model: PreTrainedModel, hints: dict[str, Any]) -> None:
+    """Set the weights of a model to random values with which the tokens depend on the context."""
     embeddings = hints.get("_embeddings", ("embed", "wte"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -97,7 +103,7 @@ def _randomise(model: PreTrainedModel, hints: dict[str, Any]) -> None:
             elif parameter.dim() > 1:
                 parameter.normal_(0.0, hints.get("_scale", 0.2))
             elif "gate" in name and parameter.numel() == 1:
-                # A new gate is 0, and lets no image through.
+                # The default of a gate is 0. The answers would then not depend on the images.
                 parameter.fill_(0.5)
 
 
@@ -128,7 +134,10 @@ def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any]
 
 
 def _with_text_hints(model_type: str, whole: Any, hints: dict[str, Any]) -> dict[str, Any]:
-    """Return the hints of a type, with those of `shrink_hints` for the type and for its decoder."""
+    """Return the hints of a type, merged with the hints in `shrink_hints`.
+
+    The hints in `shrink_hints` for the type and for its decoder are used.
+    """
     merged = {**shrink_hints.HINTS.get(model_type, {}), **hints}
     text = getattr(whole, "text_config", None)
     text_hints = shrink_hints.HINTS.get(getattr(text, "model_type", ""))
@@ -138,7 +147,7 @@ def _with_text_hints(model_type: str, whole: Any, hints: dict[str, Any]) -> dict
 
 
 def _set_sections(values: dict[str, Any], model_type: str, hints: dict[str, Any]) -> None:
-    """Set the sections of three-dimensional positions, which add up to half of the head size."""
+    """Set the sections of three-dimensional positions. Their sum is half of the head size."""
     source = inspect.getsource(inspect.getmodule(_model_class(model_type)))
     text = values.get("text_config", values)
     for rope in (text.get("rope_parameters"), values.get("rope_parameters")):
@@ -156,6 +165,7 @@ def _vision_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lengthen(values: dict[str, Any]) -> None:
+    """Set the maximum lengths in a small config to `LENGTH`, because images need many tokens."""
     for name, value in values.items():
         if isinstance(value, dict):
             _lengthen(value)
@@ -164,7 +174,7 @@ def _lengthen(values: dict[str, Any]) -> None:
 
 
 def _set_tokens(values: dict[str, Any], processor: Any) -> None:
-    """Set the token ids in a config to the ids in the tokenizer."""
+    """Set the ids of special tokens in a config to their ids in the tokenizer."""
     tokenizer = getattr(processor, "tokenizer", processor)
     vocabulary = tokenizer.get_vocab()
     image_token = getattr(processor, "image_token", None)
@@ -187,7 +197,10 @@ def _set_tokens(values: dict[str, Any], processor: Any) -> None:
 
 
 def _set_ids(values: dict[str, Any], processor: Any, hints: dict[str, Any]) -> None:
-    """Set the config fields of the hint `_ids` to the ids of the texts that the hint gives."""
+    """Set the fields of a config that the hint "_ids" names.
+
+    The hint maps the name of a field to one special token or to a list of special tokens.
+    """
     vocabulary = processor.tokenizer.get_vocab()
     if "vocabulary_map" in values:
         values["vocabulary_map"] = vocabulary
@@ -222,13 +235,13 @@ def make_processor(model_type: str, hints: dict[str, Any], values: dict[str, Any
     changes = {
         "check_argument_for_proper_class": lambda *a: None,
         "__repr__": object.__repr__,
-        # Some processors write files of their video processor, which is missing here.
+        # The `save_pretrained` of some processors also saves the video processor, which is missing.
         "save_pretrained": ProcessorMixin.save_pretrained,
     }
     lenient = type(name, (processor_class,), changes)
     processor = lenient(**parts, **arguments)
     kept = [name for name, part in parts.items() if not isinstance(part, _NoVideo)]
-    # The missing parts are not saved.
+    # A missing part must not be saved, so it is removed from the processor.
     for name in set(parts) - set(kept):
         delattr(processor, name)
     lenient.get_attributes = classmethod(lambda cls: kept)
@@ -279,7 +292,10 @@ def _audio_processor(model_type: str, hints: dict[str, Any], values: dict[str, A
 
 
 def _video_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any]) -> Any:
-    """Return the video processor of a type; None if torchvision is missing or there is none."""
+    """Return the video processor of a type.
+
+    The result is None if the type has no video processor or if torchvision is not installed.
+    """
     names = VIDEO_PROCESSOR_MAPPING_NAMES.get(model_type.removesuffix("_thinker"))
     if not is_torchvision_available() or names is None:
         return None
@@ -297,7 +313,7 @@ def _image_class(model_type: str, hints: dict[str, Any]) -> Any:
 
 
 def _image_sizes(default: Any, vision: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of an image processor that fit a small image encoder."""
+    """Return the arguments of an image processor for images of the image encoder's size."""
     side = vision.get("image_size")
     sizes = {}
     for name in ("size", "crop_size"):
@@ -313,7 +329,7 @@ def _image_sizes(default: Any, vision: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_tokenizer(processor_class: Any, hints: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with the special tokens that the source of a processor names."""
+    """Return a tokenizer with the special tokens in the source code of a processor's class."""
     source = inspect.getsource(inspect.getmodule(processor_class))
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     literals = {**dict(_LITERAL.findall(source)), **hints.get("_tokens", {})}

@@ -1,4 +1,4 @@
-"""A client can send audio as WAV files, which the checkpoint's own processor prepares."""
+"""Tests that clients can send audio as WAV files, and that wrong audio is refused."""
 
 import base64
 import struct
@@ -29,23 +29,24 @@ RIFF = b"RIFF\0\0\0\0WAVE"
 
 
 def chunk(name: bytes, content: bytes) -> bytes:
+    """Return a chunk of a WAV file."""
     return name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
 
 
 def header(kind: int, num_bits: int, rate: int = RATE, num_channels: int = 1) -> bytes:
-    """Return the chunk that describes the samples."""
+    """Return the chunk "fmt " of a WAV file, which describes the format of the samples."""
     frame_bytes = num_channels * num_bits // 8
     fields = (kind, num_channels, rate, rate * frame_bytes % 2**32, frame_bytes, num_bits)
     return chunk(b"fmt ", struct.pack("<HHIIHH", *fields))
 
 
 def wav(content: bytes, kind: int = PCM, num_bits: int = 16, **fields: int) -> bytes:
-    """Return a WAV file with these bytes as its samples."""
+    """Return a WAV file whose samples are the bytes `content`."""
     return RIFF + header(kind, num_bits, **fields) + chunk(b"data", content)
 
 
 def pcm(samples: np.ndarray) -> bytes:
-    """Return a WAV file of 16 bits."""
+    """Return a WAV file with samples of 16 bits. The arguments are numbers from -1 to 1."""
     return wav((samples * 32767).astype("<i2").tobytes())
 
 
@@ -143,7 +144,7 @@ def test_any_bytes_are_decoded_or_refused(tail, place, patch):
 def test_a_tone_stays_the_same_tone_with_another_sampling_rate(rate):
     def tone(rate: int) -> np.ndarray:
         times = np.arange(rate) / rate
-        # The tone is loud in the middle, so that its end does not matter.
+        # The tone fades in and out, because resampling is inexact at the start and at the end.
         return (np.sin(2 * np.pi * 440 * times) * np.hanning(rate)).astype(np.float32)
 
     resampled = resample(tone(rate), rate, RATE)
@@ -234,7 +235,7 @@ def test_a_model_that_ignores_audio_refuses_audio():
 
 
 def test_tokens_equal_those_of_generate(tmp_path):
-    """A model with an audio encoder and without an image encoder."""
+    """The engine and transformers generate equal tokens for a model with only an audio encoder."""
     folder, chats, answers, depends = image_archs.build("glmasr", tmp_path, "audio")
     assert depends
     assert may_accept_media(str(folder))

@@ -1,4 +1,7 @@
-"""WebP files that are decoded without Pillow's decoder of animations give the same pixels."""
+"""Tests that Nereid decodes still WebP images to the same pixels as Pillow.
+
+Pillow uses the decoder for animations even for still images, and Nereid does not.
+"""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The cache of image features keeps what was used last, and what fits into it."""
+"""Tests of the cache of image features: its size, and the order in which features are removed."""
 
 import torch
 from nereid_backend.vision.feature_cache import FeatureCache
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Encoder(nn.Module):
-    """Returns as many features as an image has pixels."""
+    """A fake encoder that returns one feature for each pixel."""
 
     def get_image_features(self, num_pixels: int) -> Tensor:
         return torch.zeros(num_pixels)

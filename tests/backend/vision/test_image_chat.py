@@ -1,4 +1,4 @@
-"""Chats with images: the engine's tokens equal those of transformers' generate."""
+"""Tests that the engine and transformers answer chats with images with equal tokens."""
 
 import base64
 import dataclasses
@@ -18,14 +18,14 @@ from nereid_backend.vision.read_image import ImageLimits
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 
-# A type with three-dimensional positions, one with a plain encoder, and one whose image tokens
-# attend in both directions.
+# The forward path of each type. The first type has three-dimensional positions, the second type has
+# a plain image encoder, and in the third type, image tokens also attend to later image tokens.
 TYPES = {"qwen2_vl": "packed", "idefics2": "packed", "gemma3": "single"}
 
 
 @pytest.fixture(scope="module", params=TYPES)
 def model(request, tmp_path_factory):
-    """Return the type, the folder, chats, and the tokens of transformers' generate."""
+    """The type, the folder of its tiny checkpoint, chats, and the answers from transformers."""
     folder, chats, answers, depends = image_archs.build(
         request.param, tmp_path_factory.mktemp("images")
     )
@@ -74,7 +74,8 @@ def test_the_second_use_of_an_image_runs_no_encoder(model, engine):
 @pytest.mark.usefixtures("cheap_drafts")
 def test_draft_tokens_do_not_change_answers_about_images(model, engine):
     _, folder, chats, _ = model
-    # With so few tokens, the last tokens of an answer nearly always occur earlier in the answer.
+    # With only four allowed tokens, the last tokens of an answer nearly always occur earlier in the
+    # answer, so the engine can draft tokens from n-grams.
     params = dataclasses.replace(
         PARAMS, max_tokens=40, allowed_token_ids=[60, 61, 62, 63], frequency_penalty=0.3
     )

@@ -1,4 +1,4 @@
-"""Different image arguments have different digests."""
+"""Tests that different image arguments of a model have different digests."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The largest legal images are prepared with less than 200 MB of additional memory."""
+"""Tests that the largest allowed images need less than 200 MB of additional memory."""
 
 import pytest
 from PIL import Image

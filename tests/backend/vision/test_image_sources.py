@@ -1,4 +1,4 @@
-"""Remote URLs and file URLs of images: only allowed hosts, public addresses and one folder."""
+"""Tests that images are read only from allowed hosts, public addresses and one local folder."""
 
 import base64
 import http.server
@@ -20,7 +20,7 @@ IMAGE = b"the bytes of an image"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers each path as a test needs it."""
+    """A web server whose response depends on the path: an image, a redirect, or an error."""
 
     def do_GET(self):
         target = {

@@ -1,4 +1,7 @@
-"""The worker of images: its children have limits, and the images of a request are found."""
+"""Tests of the image worker, whose child processes prepare images within limits.
+
+Other tests here check that the images in a request are found and packed.
+"""
 
 import os
 import signal
@@ -24,7 +27,7 @@ from loadtest.bench.bench_large_images import SEE
 
 @pytest.fixture
 def ask():
-    """Send requests to the children of a worker, and return the answers."""
+    """A function that sends a request to a child process of a worker and returns the answer."""
     workers = {}
 
     def send(prepare, image=b"image", timeout_s=5.0):
@@ -38,7 +41,7 @@ def ask():
 
 
 def answer_pid(text, images):
-    """Return the process id of the child, or do what the image demands."""
+    """Return the process id of the child. The image b"refuse" is refused, and b"crash" crashes."""
     if images == [b"refuse"]:
         raise RequestError("image 1: it is broken.")
     if images == [b"crash"]:

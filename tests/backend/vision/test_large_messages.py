@@ -1,4 +1,4 @@
-"""Messages between the processes that prepare images arrive unchanged, and can be forwarded."""
+"""Tests of the messages between the processes that prepare images."""
 
 import os
 from multiprocessing import Pipe, reduction

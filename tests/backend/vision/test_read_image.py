@@ -1,4 +1,4 @@
-"""Hostile image files are refused before they are decoded, and legal files are decoded right."""
+"""Tests that hostile image files are refused, and that other image files are decoded correctly."""
 
 import base64
 import io
@@ -29,7 +29,7 @@ def file_of(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 
 
 def png(width: int, height: int, pixels: bytes = b"") -> bytes:
-    """Return a PNG file whose header names this size."""
+    """Return a PNG file whose header contains the given size. The pixels need not fit the size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(kind + data))
@@ -80,7 +80,7 @@ def test_the_first_frame_of_a_legal_file_has_the_right_colours(data):
 
 def test_the_rotation_in_the_exif_data_is_applied():
     exif = Image.Exif()
-    exif[0x112] = 6  # the camera was rotated by a quarter
+    exif[0x112] = 6  # The camera was rotated by 90 degrees.
     image = decode_image(file_of(two_colours(), "JPEG", exif=exif), "image", LIMITS)
     assert image.size == (20, 30)
     assert image.getpixel((10, 3))[0] > 200
@@ -95,7 +95,8 @@ def test_damaged_exif_data_are_ignored(kind):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_an_image_is_rotated_if_other_exif_data_are_damaged(kind):
-    # Two entries: the rotation (6), and a camera model that is a number instead of a text.
+    # The first entry is the rotation (6). The second entry is the camera model, which is damaged: a
+    # number instead of a text.
     entries = struct.pack(">HHIHHHHIf", 0x112, 3, 1, 6, 0, 0x110, 11, 1, 1.5)
     exif = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", 2) + entries + bytes(4)
     image = decode_image(file_of(two_colours(), kind, exif=exif), "image", LIMITS)

@@ -1,4 +1,4 @@
-"""Files and embeddings in chats are refused by name, in the formats of all APIs."""
+"""Tests that files and embeddings in chats are refused with an error that names them."""
 
 import pytest
 from nereid_backend.errors import RequestError

@@ -1,4 +1,4 @@
-"""Image processors that share the memory of an image return the same pixels as without sharing."""
+"""Tests that image processors return the same pixels if they share the memory of an image."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from nereid_backend.vision.shared_pixels import pixel_array, share_pixels, share
 from PIL import Image, ImageOps
 from transformers import image_processing_backends, image_transforms
 
-# The image processor and its arguments.
+# The names of image processors, and the arguments with which these tests create them.
 _PROCESSORS = {
     "CLIPImageProcessorPil": {},
     "SiglipImageProcessorPil": {"do_convert_rgb": False},
@@ -37,7 +37,7 @@ _PROCESSORS = {
 
 @pytest.fixture
 def share(monkeypatch):
-    """Return a function that calls `share_pixels`. The test ends with the original functions."""
+    """A function that calls `share_pixels`, whose changes of libraries end with the test."""
 
     def call():
         for owner, name in (
@@ -57,7 +57,7 @@ def share(monkeypatch):
 
 
 def leaves(value):
-    """Return the arrays and the plain values in nested lists."""
+    """Return the items of nested lists as one flat list."""
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in leaves(item)]
     return [value]

@@ -1,4 +1,4 @@
-"""A client can send a video as a list of image files, which are called frames."""
+"""Tests that clients can send a video as a list of image files, which are called frames."""
 
 import base64
 import io
@@ -13,23 +13,24 @@ from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import read_video_url
 from transformers.utils import is_torchvision_available
 
-# A type with positions in time, and a type with a plain encoder.
+# The first type has positions in time, and the second type has a plain encoder.
 TYPES = ("qwen2_vl", "llava_onevision")
 
 
 def frame(seed: int, width: int = 8, height: int = 6) -> str:
-    """Return an image file in base64."""
+    """Return an image file with random pixels in base64."""
     file = io.BytesIO()
     picture(seed, width, height).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
 def data_url(*frames: str, parameters: str = "") -> str:
+    """Return a data URL with the frames of a video."""
     return f"data:video/jpeg{parameters};base64,{','.join(frames)}"
 
 
 def split(part: dict, limits: ImageLimits | None = None):
-    """Return the only video of a chat."""
+    """Split a chat that contains the part `part` and a text, and return the video of the part."""
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}]
     messages, (video,) = split_messages(messages, limits or ImageLimits())
     assert messages[0]["content"][0] == {"type": "video"}

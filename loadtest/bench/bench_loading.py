@@ -30,7 +30,7 @@ import torch
 from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.model import load_weights
-from nereid_backend.model.weight_memory import WeightForm
+from nereid_backend.model.memory.weight_memory import WeightForm
 folder, kind = sys.argv[1:]
 config = EngineConfig(folder, dtype="bfloat16", weight_dtype="auto" if kind == "bfloat16" else kind)
 form = WeightForm.UNROUNDED if kind == "bfloat16" else WeightForm.ROUNDED

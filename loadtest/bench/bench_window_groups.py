@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from nereid_backend.attention.layers import LayerGroups, LayerSpec, LayerWindow, single_group
 from nereid_backend.config import EngineConfig
 from nereid_backend.main_memory import format_bytes
-from nereid_backend.model.layer_groups import divide_layers
-from nereid_backend.model.length_limits import LengthLimit
-from nereid_backend.model.memory_plan import BlockShape, plan_memory
+from nereid_backend.model.forward_path.length_limits import LengthLimit
+from nereid_backend.model.memory.layer_groups import divide_layers
+from nereid_backend.model.memory.memory_plan import BlockShape, plan_memory
 
 from loadtest import command_line
 

@@ -15,7 +15,7 @@ from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.lora.adapter_store import AdapterStore
-from nereid_backend.model.choose_image_path import ImageSupport
+from nereid_backend.model.forward_path.choose_image_path import ImageSupport
 from nereid_backend.sampling.logits_processor import check_token_ids
 from nereid_backend.vision.refused_parts import refuse_kind
 

@@ -14,9 +14,9 @@ import torch
 from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.errors import ConfigError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
-from nereid_backend.model.choose_path import ChosenPath
+from nereid_backend.model.forward_path.choose_path import ChosenPath
+from nereid_backend.model.forward_path.self_check import check_path
 from nereid_backend.model.fused_norms import fuse_norms
-from nereid_backend.model.self_check import check_path
 from nereid_backend.paths.compiled_forward.load_library import CompiledForward, compile_forward
 from nereid_backend.paths.cuda_graphs.cuda_capture import GraphCapture, capture_on, is_lost
 from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.lora.peft_files import LayerSizes
-from nereid_backend.model.path_variants import set_attention
-from nereid_backend.model.probe_layers import plain_token_ids
+from nereid_backend.model.forward_path.path_spec import set_attention
+from nereid_backend.model.forward_path.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
 
 log = logging.getLogger(__name__)

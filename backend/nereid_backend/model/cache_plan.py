@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from nereid_backend.attention.layers import LayerGroups
 from nereid_backend.config import EngineConfig
 from nereid_backend.load_checkpoint import Progress
-from nereid_backend.model.activation_memory import measure_activations
-from nereid_backend.model.layer_groups import block_shape, choose_layer_groups, describe_windows
-from nereid_backend.model.memory_plan import (
+from nereid_backend.model.memory.activation_memory import measure_activations
+from nereid_backend.model.memory.layer_groups import (
+    block_shape,
+    choose_layer_groups,
+    describe_windows,
+)
+from nereid_backend.model.memory.memory_plan import (
     BlockShape,
     MemoryPlan,
     describe_memory,

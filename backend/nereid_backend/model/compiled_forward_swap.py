@@ -27,7 +27,7 @@ from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.main_memory import available_memory, format_bytes
 from nereid_backend.model.accelerate_path import CompileTarget, use_compiled_forward
-from nereid_backend.model.self_check import PathCheck
+from nereid_backend.model.forward_path.self_check import PathCheck
 from nereid_backend.paths.compiled_forward.background_compilation import BackgroundCompilation
 from nereid_backend.paths.compiled_forward.library_files import (
     has_library,

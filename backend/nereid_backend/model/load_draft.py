@@ -16,11 +16,11 @@ from nereid_backend.draft_model import DraftModel, DraftSizes
 from nereid_backend.errors import ConfigError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.model.accelerate_path import CompileTarget, compile_or_fuse_norms
-from nereid_backend.model.choose_path import ChosenPath, choose_path
-from nereid_backend.model.length_limits import LengthLimit
+from nereid_backend.model.forward_path.choose_path import ChosenPath, choose_path
+from nereid_backend.model.forward_path.length_limits import LengthLimit
+from nereid_backend.model.forward_path.path_spec import PathSpec
 from nereid_backend.model.load_weights import load_weights
-from nereid_backend.model.memory_plan import MemoryPlan
-from nereid_backend.model.path_variants import PathSpec
+from nereid_backend.model.memory.memory_plan import MemoryPlan
 from nereid_backend.paths.model_call import Sizes
 
 

@@ -14,11 +14,12 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.draft_model import DraftModel
 from nereid_backend.errors import ConfigError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
-from nereid_backend.model.length_limits import model_limit
+from nereid_backend.model.forward_path.length_limits import model_limit
+from nereid_backend.model.forward_path.make_kv_cache import make_blocks
+from nereid_backend.model.forward_path.path_spec import PathSpec
+from nereid_backend.model.forward_path.probe_layers import plain_token_ids, record_layers
 from nereid_backend.model.load_draft import draft_sizes, path_sizes
-from nereid_backend.model.memory_plan import MemoryPlan
-from nereid_backend.model.path_variants import PathSpec, make_blocks
-from nereid_backend.model.probe_layers import plain_token_ids, record_layers
+from nereid_backend.model.memory.memory_plan import MemoryPlan
 from nereid_backend.mtp_path import HiddenStates, MtpPath, run_layer
 from nereid_backend.step_runner import ForwardPath
 

@@ -23,9 +23,9 @@ from nereid_backend.linear.quantise_weights import (
     slow_integers_warning,
 )
 from nereid_backend.load_checkpoint import Checkpoint, Progress, load_checkpoint
-from nereid_backend.model.path_variants import set_attention
-from nereid_backend.model.probe_layers import plain_token_ids
-from nereid_backend.model.weight_memory import WeightForm, form_that_fits
+from nereid_backend.model.forward_path.path_spec import set_attention
+from nereid_backend.model.forward_path.probe_layers import plain_token_ids
+from nereid_backend.model.memory.weight_memory import WeightForm, form_that_fits
 from nereid_backend.paths.model_call import ModelCall
 
 # The largest accepted difference of a logit, relative to the standard deviation of the logits. A

@@ -14,11 +14,11 @@ from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.adaptable_layers import find_adaptable_layers
-from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
-from nereid_backend.model.choose_path import ChosenPath, choose_path
-from nereid_backend.model.images_only import choose_images_only
+from nereid_backend.model.forward_path.choose_image_path import ImageSupport, choose_image_path
+from nereid_backend.model.forward_path.choose_path import ChosenPath, choose_path
+from nereid_backend.model.forward_path.images_only import choose_images_only
 from nereid_backend.model.load_weights import load_weights
-from nereid_backend.model.memory_plan import kv_cache_budget
+from nereid_backend.model.memory.memory_plan import kv_cache_budget
 
 
 class StageClock:

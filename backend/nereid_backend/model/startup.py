@@ -32,16 +32,17 @@ from nereid_backend.model.accelerate_path import (
     use_fastest_attention,
 )
 from nereid_backend.model.cache_plan import plan_cache
-from nereid_backend.model.choose_image_path import ImageSupport
-from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.compiled_forward_swap import ForwardSwap, use_fast_forward
+from nereid_backend.model.forward_path.choose_image_path import ImageSupport
+from nereid_backend.model.forward_path.choose_path import ChosenPath
+from nereid_backend.model.forward_path.make_kv_cache import cache_class
+from nereid_backend.model.forward_path.path_spec import PathSpec
 from nereid_backend.model.load_draft import check_draft_folder, open_draft
 from nereid_backend.model.load_mtp import open_mtp
-from nereid_backend.model.memory_plan import (
+from nereid_backend.model.memory.memory_plan import (
     MemoryPlan,
 )
 from nereid_backend.model.open_model import OpenedModel, OpenModel, StageClock, open_model
-from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.compiled_forward.load_library import CompiledForward
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.sampling import gpu_sampling

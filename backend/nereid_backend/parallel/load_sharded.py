@@ -23,13 +23,13 @@ from nereid_backend.core.step import StepPlan
 from nereid_backend.cpu_threads import usable_cpus
 from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Progress, choose_device, load_checkpoint
-from nereid_backend.model.choose_image_path import refuse_images
-from nereid_backend.model.choose_path import ChosenPath, Trials, check_variant
-from nereid_backend.model.memory_plan import kv_cache_budget
+from nereid_backend.model.forward_path.choose_image_path import refuse_images
+from nereid_backend.model.forward_path.choose_path import ChosenPath, Trials, check_variant
+from nereid_backend.model.forward_path.path_spec import PathSpec
+from nereid_backend.model.memory.memory_plan import kv_cache_budget
+from nereid_backend.model.memory.weight_memory import form_that_fits
 from nereid_backend.model.open_model import OpenedModel, StageClock
-from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.startup import Loaded, load
-from nereid_backend.model.weight_memory import form_that_fits
 from nereid_backend.parallel.check_support import (
     check_checkpoint,
     check_settings,

@@ -23,7 +23,7 @@ with importing():
 
     from nereid_backend.attention.transformers_hook import AttentionHook
     from nereid_backend.config import EngineConfig
-    from nereid_backend.model.memory_plan import kv_cache_budget
+    from nereid_backend.model.memory.memory_plan import kv_cache_budget
     from nereid_backend.parallel.plan_messages import PlanDecoder, StepMessage, empty_sequence
     from nereid_backend.parallel.process_group import STARTED, Rank, describe_failure
     from nereid_backend.parallel.shard import Shard, load_shard

@@ -11,7 +11,8 @@ from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress, load_checkpoint, read_config
-from nereid_backend.model.path_variants import PathSpec, packed_spec
+from nereid_backend.model.forward_path.path_spec import PathSpec
+from nereid_backend.model.forward_path.path_variants import packed_spec
 from nereid_backend.parallel.check_support import model_without_weights, tensor_parallel_plan
 from nereid_backend.parallel.kv_heads import keep_own_heads, replication_rules
 from nereid_backend.parallel.process_group import Rank

@@ -2,7 +2,7 @@
 """Determines the length limit of the inputs of a pooling model."""
 
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.length_limits import LengthLimit, model_limit
+from nereid_backend.model.forward_path.length_limits import LengthLimit, model_limit
 from nereid_backend.pooling.forward.choose_forward import position_table
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder

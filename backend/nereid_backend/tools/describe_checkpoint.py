@@ -27,8 +27,8 @@ from nereid_backend.errors import NereidError
 from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.loading_progress import no_progress
 from nereid_backend.main_memory import available_memory, format_bytes
-from nereid_backend.model.length_limits import model_limit
-from nereid_backend.model.weight_memory import memory_by_setting
+from nereid_backend.model.forward_path.length_limits import model_limit
+from nereid_backend.model.memory.weight_memory import memory_by_setting
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.text.load_decoder import load_decoder

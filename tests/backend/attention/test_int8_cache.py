@@ -17,7 +17,8 @@ from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import ConfigError
-from nereid_backend.model import load_weights, path_variants
+from nereid_backend.model import load_weights
+from nereid_backend.model.forward_path import path_variants
 
 from backend import shrink
 

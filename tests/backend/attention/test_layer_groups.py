@@ -14,10 +14,10 @@ from nereid_backend.attention.layers import LayerGroups, LayerSpec, LayerWindow,
 from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.layer_groups import choose_layer_groups, divide_layers
-from nereid_backend.model.length_limits import LengthLimit
-from nereid_backend.model.memory_plan import BlockShape, plan_memory
-from nereid_backend.model.path_variants import PathSpec
+from nereid_backend.model.forward_path.length_limits import LengthLimit
+from nereid_backend.model.forward_path.path_spec import PathSpec
+from nereid_backend.model.memory.layer_groups import choose_layer_groups, divide_layers
+from nereid_backend.model.memory.memory_plan import BlockShape, plan_memory
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"

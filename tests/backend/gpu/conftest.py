@@ -83,16 +83,16 @@ def engine_of(folder_of, monkeypatch):
     from backend.exactness import open_engine
     from backend.gpu.engines import SkippingCache, sizes_of_engine
     from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
-    from nereid_backend.model import choose_path, path_variants
+    from nereid_backend.model.forward_path import choose_path, make_kv_cache
     from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs
 
     opened = []
 
     def make(name, capture=None, *, kind=SkippingCache, **settings):
-        monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *_: kind)
+        monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *_: kind)
         # The check of the kernels at load takes long in the interpreter. test_gpu_check.py tests
         # this check.
-        monkeypatch.setattr(path_variants, "checked_cache_class", lambda kind, *_: kind)
+        monkeypatch.setattr(make_kv_cache, "checked_cache_class", lambda kind, *_: kind)
         if kind is GpuKVCache:
             # The check of the forward path would take more than half of the time of the test.
             # test_engine_on_kernels.py tests this check with the kernels.

@@ -7,7 +7,8 @@ from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import single_group
-from nereid_backend.model import path_variants, startup
+from nereid_backend.model import cache_plan
+from nereid_backend.model.forward_path import make_kv_cache
 
 PROMPTS = [[3, 5, 7, 9, 11], [4] * 19, [6, 8]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -15,11 +16,11 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 def answers(folder, kind, monkeypatch, **settings):
     """Return the answers of an engine with the cache class `kind`, and the engine's information."""
-    monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *args: kind)
+    monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *args: kind)
     # On a GPU, all layers form one group. This engine runs the kernels on a CPU, so the test has to
     # choose one group.
     monkeypatch.setattr(
-        startup,
+        cache_plan,
         "choose_layer_groups",
         lambda config, spec, *_: (single_group(spec.layers), "test"),
     )

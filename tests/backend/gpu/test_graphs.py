@@ -17,7 +17,8 @@ from nereid_backend.attention.gpu.gpu_batch import DecodeRows
 from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.model import accelerate_path, path_variants, startup
+from nereid_backend.model import accelerate_path, startup
+from nereid_backend.model.forward_path import make_kv_cache
 from nereid_backend.paths import packed
 from nereid_backend.paths.cuda_graphs.cuda_capture import GraphMemoryError, capture_on, is_lost
 from nereid_backend.paths.cuda_graphs.decode_graphs import (
@@ -447,7 +448,7 @@ def start(folder_of, name, monkeypatch, capture=rerun, **settings):
         The engine and the lines that it logged while it loaded the model.
     """
     lines = []
-    monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *_: SkippingCache)
+    monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *_: SkippingCache)
     monkeypatch.setattr(packed, "uses_gpu_kernels", lambda cache: True)
     monkeypatch.setattr(accelerate_path, "capture_on", lambda *_: capture)
     load = startup.load

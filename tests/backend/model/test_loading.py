@@ -14,11 +14,12 @@ from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.load_checkpoint import check_files, load_checkpoint
-from nereid_backend.model.length_limits import model_limit
-from nereid_backend.model.path_variants import make_blocks, set_attention
-from nereid_backend.model.probe_layers import probe_layers
-from nereid_backend.model.self_check import check_path
-from nereid_backend.model.trials import make_trial
+from nereid_backend.model.forward_path.length_limits import model_limit
+from nereid_backend.model.forward_path.make_kv_cache import make_blocks
+from nereid_backend.model.forward_path.path_spec import set_attention
+from nereid_backend.model.forward_path.probe_layers import probe_layers
+from nereid_backend.model.forward_path.self_check import check_path
+from nereid_backend.model.forward_path.trials import make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
 from safetensors.torch import load_file, save_file

@@ -3,7 +3,7 @@ import torch
 from nereid_backend import main_memory
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
-from nereid_backend.model import memory_plan
+from nereid_backend.model.memory import memory_plan
 from nereid_backend.pooling.load_model import gpu_share
 
 GIB = 2**30

@@ -8,7 +8,7 @@ import torch
 from backend.exactness import open_engine, run_alone
 from nereid_backend import ConfigError, EngineConfig
 from nereid_backend.checkpoints.weight_counts import count_weights
-from nereid_backend.model import weight_memory
+from nereid_backend.model.memory import weight_memory
 
 
 @pytest.fixture

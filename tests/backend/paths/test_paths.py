@@ -13,7 +13,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.load_checkpoint import load_checkpoint
-from nereid_backend.model.choose_path import choose_path
+from nereid_backend.model.forward_path.choose_path import choose_path
 from nereid_backend.paths import gathered_cache, recurrent_cache, row_keys
 from nereid_backend.paths.model_call import Sizes
 

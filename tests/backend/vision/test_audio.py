@@ -14,8 +14,8 @@ from backend.vision.image_archs import RATE, audio_chat, noise, open_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.errors import RequestError
-from nereid_backend.model.media_trials import _check_uses_audio
-from nereid_backend.model.trials import Trial
+from nereid_backend.model.forward_path.media_trials import _check_uses_audio
+from nereid_backend.model.forward_path.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.serving.tokenizer.image_prompts import may_accept_media, take_media
 from nereid_backend.vision.audio_parts import read_audio, read_audio_url

@@ -11,7 +11,12 @@ import torch
 
 from nereid_backend.errors import NereidError, first_line
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.trials import GENERATE_ARGUMENTS, NUM_STEPS, Trial, TrialSequence
+from nereid_backend.model.forward_path.trials import (
+    GENERATE_ARGUMENTS,
+    NUM_STEPS,
+    Trial,
+    TrialSequence,
+)
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
 from nereid_backend.vision.image_tensors import place_images

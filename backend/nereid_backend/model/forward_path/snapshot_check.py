@@ -11,7 +11,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.errors import first_line
-from nereid_backend.model.trials import Trial
+from nereid_backend.model.forward_path.trials import Trial
 from nereid_backend.paths.recurrent import RowsPath
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.probe_layers import plain_token_ids
+from nereid_backend.model.forward_path.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall, Sizes
 
 log = logging.getLogger(__name__)

@@ -7,24 +7,23 @@ after another.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from transformers import AttentionMaskInterface
 
-from nereid_backend.attention.choose_backend import (
-    checked_cache_class,
-    rounded_cache_class,
-    step_layout,
-    unrounded_cache_class,
-)
-from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.length_limits import LengthLimit, sparse_limit
-from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_recurrent_model
+from nereid_backend.model.forward_path.length_limits import LengthLimit, sparse_limit
+from nereid_backend.model.forward_path.make_kv_cache import make_blocks, make_copied_cache
+from nereid_backend.model.forward_path.path_spec import PathSpec, set_attention
+from nereid_backend.model.forward_path.probe_layers import (
+    plain_token_ids,
+    probe_layers,
+    probe_recurrent_model,
+)
 from nereid_backend.paths.gathered_cache import CacheLayout, probe_cache
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
@@ -32,52 +31,7 @@ from nereid_backend.paths.padded import PaddedPath
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.row_keys import GatheredKeys, HookedKeys, RowKeys
 from nereid_backend.paths.single_sequence import SinglePath
-from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.step_runner import ForwardPath
-
-
-@dataclass(frozen=True, slots=True)
-class PathSpec:
-    """Describes one way in which the engine can run a certain model (a forward path).
-
-    Attributes:
-        name: "packed", "rows", "padded" or "single".
-        build: builds the path with the given sizes.
-        layers: the attention layers whose keys and values are stored in blocks.
-        hook: the attention that the model must use, or None for the model's own attention.
-        detail: a clause that describes a variant of the path, for the log; empty for the normal
-            variant.
-        bytes_per_sequence: the number of bytes outside of blocks that a running sequence needs.
-        bytes_per_token: the number of bytes outside of blocks that a token needs.
-        shares_blocks: whether the blocks of a sequence contain its whole state. If True, sequences
-            with the same tokens can share blocks, and tokens can be removed from the end of a
-            sequence. If False, speculative decoding is off, and the prefix cache is on only if
-            `has_snapshots` is True.
-        whole_prefill: whether a prompt must be computed in one forward pass.
-        is_batched: whether several sequences share a forward pass.
-        has_snapshots: whether a sequence gets the same logits if it continues from a copy of its
-            recurrent state. If True, there is a prefix cache even if `shares_blocks` is False.
-        uses_generated_trial: whether the logits of the path are compared with transformers'
-            generate. If False, they are compared with one pass over each whole test sequence.
-    """
-
-    name: str
-    build: Callable[[Sizes], ForwardPath]
-    layers: list[LayerSpec]
-    hook: AttentionHook | None = None
-    detail: str = ""
-    bytes_per_sequence: int = 0
-    bytes_per_token: int = 0
-    shares_blocks: bool = True
-    whole_prefill: bool = False
-    is_batched: bool = True
-    has_snapshots: bool = False
-    uses_generated_trial: bool = False
-
-    @property
-    def removes_tokens(self) -> bool:
-        """Whether tokens, for example draft tokens, can be removed from the end of a sequence."""
-        return self.shares_blocks and not self.whole_prefill
 
 
 def path_variants(
@@ -108,35 +62,6 @@ def path_variants(
         ("padded", _padded_variants(checkpoint)),
         ("single", _single_variants(checkpoint)),
     ]
-
-
-def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
-    """Let a model call Nereid's attention function (`hook`), or its own attention code.
-
-    A forward path that stores keys and values in blocks needs Nereid's attention function. The
-    logits of the unmodified model are computed with the model's own attention.
-
-    Args:
-        checkpoint: the model. Mutated.
-        hook: Nereid's attention function, which transformers then calls in each layer. None
-            selects the model's own attention in torch.
-
-    Raises:
-        UnfitError: if the attention of the model cannot be set.
-    """
-    if not checkpoint.takes_hook:
-        if hook is not None:
-            raise UnfitError("it does not use transformers' attention interface")
-        return
-    name = "eager" if hook is None else hook.name
-    checkpoint.model.set_attn_implementation(name)
-    # If transformers cannot change the attention of a model, it only logs a warning. Raise an error
-    # in this case, because the model would use its own attention without the masks that this
-    # attention needs.
-    config = checkpoint.model.config
-    actual = getattr(config, "text_config", config)._attn_implementation
-    if actual != name:
-        raise UnfitError(f"its attention cannot be changed from {actual}")
 
 
 def _packed_variants(
@@ -252,7 +177,7 @@ def _rows_variants_with_own_attention(checkpoint: Checkpoint) -> list[PathSpec]:
         return []
 
     def make_keys(sizes: Sizes) -> RowKeys:
-        kv_cache = _make_copied_cache(checkpoint, layout.layers, sizes)
+        kv_cache = make_copied_cache(checkpoint, layout.layers, sizes)
         return GatheredKeys(checkpoint.model.config, layout, kv_cache)
 
     detail = "keys and values are copied from blocks"
@@ -401,76 +326,7 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool) 
     layout = probe_cache(checkpoint, token_id)
 
     def build(sizes: Sizes) -> ForwardPath:
-        cache = _make_copied_cache(checkpoint, layout.layers, sizes)
+        cache = make_copied_cache(checkpoint, layout.layers, sizes)
         return PaddedPath(checkpoint, layout, cache, batches_sequences=batches_sequences)
 
     return PathSpec(name, build, layout.layers)
-
-
-def make_blocks(
-    checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
-) -> tuple[KVCache, BatchBuilder]:
-    """Create a KV cache, and an object that builds the input tensors of each forward pass.
-
-    `layers` are the attention layers whose keys and values the cache stores. `sizes` contains the
-    number and the size of the blocks, and the data type of the cache. The builder also stores the
-    block tables of the running sequences.
-    """
-    kind = cache_class(checkpoint, layers, sizes.block_size, sizes.kv_cache_dtype)
-    cache = _make_cache(kind, checkpoint, layers, sizes)
-    builder = BatchBuilder(
-        max_num_seqs=sizes.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-        block_size=sizes.block_size,
-        null_block=cache.null_block,
-        # `layout` describes how the GPU kernels divide prefills. It is None if no GPU kernels are
-        # used.
-        layout=step_layout(cache),
-        num_groups=cache.num_groups,
-    )
-    return cache, builder
-
-
-def cache_class(
-    checkpoint: Checkpoint, layers: list[LayerSpec], block_size: int, kv_cache_dtype: str
-) -> type[KVCache]:
-    """Return the fastest class of KV caches whose attention computes correct results.
-
-    Each class has its own memory layout and attention kernels.
-
-    Args:
-        checkpoint: the model.
-        layers: the attention layers.
-        block_size: the number of tokens in one block.
-        kv_cache_dtype: the setting: "auto" (the data type of the model), "int8" or "fp8".
-    """
-    dtype = checkpoint.model.dtype
-    unrounded_class = unrounded_cache_class(block_size, dtype, checkpoint.device)
-    # With the setting "auto", nothing is rounded, and this call returns `unrounded_class`.
-    candidate = rounded_cache_class(unrounded_class, kv_cache_dtype)
-    # This call returns the candidate. However, if the GPU kernels of the candidate compute wrong
-    # results, the call returns a class whose attention is computed in plain torch.
-    return checked_cache_class(candidate, layers, block_size, dtype, checkpoint.device)
-
-
-def _make_copied_cache(checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes) -> KVCache:
-    """Create a KV cache from which the model's own attention gets copies of the keys and values.
-
-    The cache needs no attention kernels. `sizes.kv_cache_dtype` selects its data type.
-    """
-    kind = rounded_cache_class(KVCache, sizes.kv_cache_dtype)
-    return _make_cache(kind, checkpoint, layers, sizes)
-
-
-def _make_cache(
-    kind: type[KVCache], checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
-) -> KVCache:
-    """Create a KV cache of the class `kind`, with the sizes in `sizes`."""
-    return kind(
-        layers,
-        num_blocks=sizes.num_blocks,
-        block_size=sizes.block_size,
-        dtype=checkpoint.model.dtype,
-        device=checkpoint.device,
-        groups=sizes.groups,
-    )

@@ -12,8 +12,8 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.path_variants import PathSpec
-from nereid_backend.model.probe_layers import plain_token_ids
+from nereid_backend.model.forward_path.path_spec import PathSpec
+from nereid_backend.model.forward_path.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
 
 # On a CPU, the memory is measured in a forward pass over at most `_CPU_TOKENS` tokens. More tokens

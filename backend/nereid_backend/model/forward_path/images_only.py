@@ -16,11 +16,11 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.errors import EngineError, UnsupportedModelError
 from nereid_backend.load_checkpoint import Checkpoint, Progress
-from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
-from nereid_backend.model.choose_path import ChosenPath
-from nereid_backend.model.length_limits import model_limit
-from nereid_backend.model.path_variants import PathSpec, set_attention
-from nereid_backend.model.trials import Trial
+from nereid_backend.model.forward_path.choose_image_path import ImageSupport, choose_image_path
+from nereid_backend.model.forward_path.choose_path import ChosenPath
+from nereid_backend.model.forward_path.length_limits import model_limit
+from nereid_backend.model.forward_path.path_spec import PathSpec, set_attention
+from nereid_backend.model.forward_path.trials import Trial
 from nereid_backend.paths.model_call import Sizes
 
 # Describes a forward path that refuses texts: every call raises an error. This path is used if a

@@ -16,7 +16,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.trials import Trial, TrialSequence
+from nereid_backend.model.forward_path.trials import Trial, TrialSequence
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.step_runner import ForwardPath

@@ -26,11 +26,12 @@ from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
-from nereid_backend.model.length_limits import LengthLimit, model_limit
-from nereid_backend.model.path_variants import PathSpec, path_variants, set_attention
-from nereid_backend.model.self_check import check_generation, check_path
-from nereid_backend.model.snapshot_check import NO_SNAPSHOTS, has_exact_snapshots
-from nereid_backend.model.trials import Trial, make_generated_trial, make_trial
+from nereid_backend.model.forward_path.length_limits import LengthLimit, model_limit
+from nereid_backend.model.forward_path.path_spec import PathSpec, set_attention
+from nereid_backend.model.forward_path.path_variants import path_variants
+from nereid_backend.model.forward_path.self_check import check_generation, check_path
+from nereid_backend.model.forward_path.snapshot_check import NO_SNAPSHOTS, has_exact_snapshots
+from nereid_backend.model.forward_path.trials import Trial, make_generated_trial, make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.single_sequence import SinglePath

@@ -25,10 +25,10 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 from nereid_backend.core.image_inputs import KINDS, ImageInputs
 from nereid_backend.errors import NereidError
 from nereid_backend.load_checkpoint import Checkpoint, Progress
-from nereid_backend.model.media_trials import describe, make_trials
-from nereid_backend.model.path_variants import PathSpec
-from nereid_backend.model.self_check import check_path
-from nereid_backend.model.trials import Trial
+from nereid_backend.model.forward_path.media_trials import describe, make_trials
+from nereid_backend.model.forward_path.path_spec import PathSpec
+from nereid_backend.model.forward_path.self_check import check_path
+from nereid_backend.model.forward_path.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
 from nereid_backend.paths.single_sequence import SinglePath

@@ -12,7 +12,7 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
 from nereid_backend.errors import ConfigError
 from nereid_backend.main_memory import available_memory, format_bytes
-from nereid_backend.model.length_limits import LengthLimit
+from nereid_backend.model.forward_path.length_limits import LengthLimit
 
 # By default, the KV cache on a CPU gets a quarter of the free memory, but at most 4 GiB.
 _DEFAULT_CPU_SHARE = 0.25

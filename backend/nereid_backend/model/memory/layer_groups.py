@@ -25,8 +25,8 @@ from nereid_backend.attention.layers import (
 )
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.blocks.window import max_sequence_blocks
-from nereid_backend.model.memory_plan import BlockShape
-from nereid_backend.model.path_variants import PathSpec
+from nereid_backend.model.forward_path.path_spec import PathSpec
+from nereid_backend.model.memory.memory_plan import BlockShape
 
 # Each group of layers has its own block table for every sequence. Each block table costs time in
 # every forward pass.

@@ -47,7 +47,7 @@ from nereid_backend.paths.compiled_forward.load_library import CompiledForward
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.sampling import gpu_sampling
 from nereid_backend.step_runner import ForwardPath, Runner
-from nereid_backend.vision.image_tensors import place_images
+from nereid_backend.vision.forward.image_tensors import place_images
 
 # The default limit on the number of tokens in one step. It is large enough for fast matrix
 # products. Longer steps would only make running requests wait longer.

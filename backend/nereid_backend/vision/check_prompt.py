@@ -16,9 +16,9 @@ from torch.nn import Module
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError, first_line
 from nereid_backend.paths.model_call import UnfitError
-from nereid_backend.vision.decoder_inputs import record_inputs
-from nereid_backend.vision.feature_cache import FeatureCache
-from nereid_backend.vision.own_attention import OwnAttention
+from nereid_backend.vision.forward.decoder_inputs import record_inputs
+from nereid_backend.vision.forward.feature_cache import FeatureCache
+from nereid_backend.vision.forward.own_attention import OwnAttention
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ import transformers
 from backend.vision import image_types
 from nereid_backend import Engine, EngineConfig, SamplingParams, UnsupportedModelError
 from nereid_backend.vision.chat_processor import ChatProcessor
-from nereid_backend.vision.image_tensors import place_images
+from nereid_backend.vision.forward.image_tensors import place_images
 from PIL import Image
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

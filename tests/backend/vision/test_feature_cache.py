@@ -1,7 +1,7 @@
 """Tests of the cache of image features: its size, and the order in which features are removed."""
 
 import torch
-from nereid_backend.vision.feature_cache import FeatureCache
+from nereid_backend.vision.forward.feature_cache import FeatureCache
 from torch import Tensor, nn
 
 

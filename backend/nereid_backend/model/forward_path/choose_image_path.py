@@ -35,11 +35,11 @@ from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.step_runner import ForwardPath
 from nereid_backend.vision.chat_processor import ChatProcessor
 from nereid_backend.vision.check_prompt import PromptCheck
-from nereid_backend.vision.feature_cache import FeatureCache
+from nereid_backend.vision.forward.feature_cache import FeatureCache
+from nereid_backend.vision.forward.own_attention import OwnAttention
+from nereid_backend.vision.forward.packed_images import PackedImages
+from nereid_backend.vision.forward.single_images import GeneratedPath, SplitPath
 from nereid_backend.vision.load_processor import has_processor
-from nereid_backend.vision.own_attention import OwnAttention
-from nereid_backend.vision.packed_images import PackedImages
-from nereid_backend.vision.single_images import GeneratedPath, SplitPath
 
 # The memory limit for all stored image features together, in bytes.
 _FEATURE_BYTES = 256 * 2**20

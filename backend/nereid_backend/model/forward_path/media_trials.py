@@ -19,7 +19,7 @@ from nereid_backend.model.forward_path.trials import (
 )
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
-from nereid_backend.vision.image_tensors import place_images
+from nereid_backend.vision.forward.image_tensors import place_images
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,9 +9,9 @@ from torch import Tensor
 from nereid_backend.pooling.inputs.prepare_items import Prepared
 from nereid_backend.pooling.loading.checkpoint_spec import RETRIEVAL, CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
-from nereid_backend.vision.feature_cache import FeatureCache
+from nereid_backend.vision.forward.feature_cache import FeatureCache
+from nereid_backend.vision.forward.image_tensors import place_images
 from nereid_backend.vision.image_digest import arguments_digest
-from nereid_backend.vision.image_tensors import place_images
 
 # The largest total size of the cached image features, in bytes.
 _FEATURE_BYTES = 64 * 2**20

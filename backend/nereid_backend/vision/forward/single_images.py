@@ -17,8 +17,8 @@ from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import join_rows
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.step_runner import ForwardPath
-from nereid_backend.vision.feature_cache import FeatureCache
-from nereid_backend.vision.own_attention import OwnAttention
+from nereid_backend.vision.forward.feature_cache import FeatureCache
+from nereid_backend.vision.forward.own_attention import OwnAttention
 
 # These arguments of the model contain one value for each token of the prompt.
 _TOKEN_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")

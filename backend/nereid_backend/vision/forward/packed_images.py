@@ -16,14 +16,14 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.step_batch import StepBatch
-from nereid_backend.vision.decoder_inputs import (
+from nereid_backend.vision.forward.decoder_inputs import (
     DEEPSTACK,
     DEEPSTACK_MASK,
     DecoderInputs,
     record_inputs,
 )
-from nereid_backend.vision.feature_cache import FeatureCache
-from nereid_backend.vision.own_attention import OwnAttention
+from nereid_backend.vision.forward.feature_cache import FeatureCache
+from nereid_backend.vision.forward.own_attention import OwnAttention
 
 
 @dataclass(frozen=True, slots=True)

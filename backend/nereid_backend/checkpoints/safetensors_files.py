@@ -168,7 +168,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         ModelError: if the index is damaged or may not be read, or if a file is missing.
     """
     index = folder / INDEX
-    if not index.is_file():
+    if not index.is_file() or (folder / USUAL_FILE).is_file():
         return {}
     check_read_permission(index)
     try:

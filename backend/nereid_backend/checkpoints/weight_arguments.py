@@ -6,6 +6,7 @@ dict is read and dequantised when transformers needs it.
 """
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,7 @@ def weight_arguments(
     if gguf_link.is_file():
         return _arguments_with_weights(config, _gguf_weights(gguf_link, config, dtype))
     settings = quantisation_settings(config)
-    # transformers reads a folder only if its files have the usual names.
-    has_usual_files = (folder / INDEX).is_file() or (folder / USUAL_FILE).is_file()
-    if settings is None and has_usual_files and not as_dict:
+    if settings is None and _can_transformers_read(folder) and not as_dict:
         return {
             "pretrained_model_name_or_path": folder,
             "config": config,
@@ -54,6 +53,18 @@ def weight_arguments(
         }
     weights = lazy_weights(open_tensors(folder), settings, dtype)
     return _arguments_with_weights(_without_quantisation(config), weights)
+
+
+def _can_transformers_read(folder: Path) -> bool:
+    """Return whether transformers can read the weight files of an unquantised checkpoint.
+
+    The files must have the usual names. transformers also requires the field `metadata` of an
+    index, which some programs do not write.
+    """
+    if (folder / USUAL_FILE).is_file():
+        return True
+    index = folder / INDEX
+    return index.is_file() and "metadata" in json.loads(index.read_text(encoding="utf-8"))
 
 
 def _arguments_with_weights(

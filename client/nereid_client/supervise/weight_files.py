@@ -21,12 +21,14 @@ _LFS_POINTER = b"version https://git-lfs"
 
 def find_damage(folder: Path) -> str | None:
     """Describe the first damaged or missing weight file. Return None if all files are intact."""
+    # As in transformers, an index beside model.safetensors is ignored.
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return _first_damage([single])
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _damage_of_shards(folder, index)
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    return _first_damage(files)
+    return _first_damage(sorted(folder.glob("*.safetensors")))
 
 
 def _damage_of_shards(folder: Path, index: Path) -> str | None:

@@ -147,6 +147,7 @@ def test_eos_tokens_outside_the_vocabulary_are_ignored(copy):
 
 
 def test_a_missing_shard_is_named(copy):
+    (copy / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     message = r"lacks 2 of 2 weight files, such as model-1\.safetensors"
@@ -155,6 +156,7 @@ def test_a_missing_shard_is_named(copy):
 
 
 def test_a_broken_index_is_named(copy):
+    (copy / "model.safetensors").unlink()
     (copy / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ModelError, match=r"index\.json cannot be read"):
         open_engine(copy)
@@ -168,9 +170,10 @@ def test_a_truncated_weight_file_is_an_error(copy):
 
 
 def test_a_tensor_that_is_in_the_index_but_not_in_its_file_is_named(copy):
-    index = {"weight_map": {"model.norm.other": "model.safetensors"}}
+    (copy / "model.safetensors").rename(copy / "model-1.safetensors")
+    index = {"weight_map": {"model.norm.other": "model-1.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    message = r"model\.safetensors lacks the tensor model\.norm\.other"
+    message = r"model-1\.safetensors lacks the tensor model\.norm\.other"
     with pytest.raises(ModelError, match=message):
         open_engine(copy)
 
@@ -186,8 +189,31 @@ def test_the_index_decides_which_file_provides_a_tensor_that_two_files_contain(t
     assert open_tensors(tmp_path)["x"].read().equal(tensor)
 
 
+@pytest.mark.parametrize("settings", [{}, {"weight_dtype": "int8"}])
+def test_an_index_of_older_files_beside_model_safetensors_is_ignored(settings, copy):
+    engine = open_engine(copy, **settings)
+    tokens = engine.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids
+    engine.close()
+    old = {name: weight + 1 for name, weight in load_file(copy / "model.safetensors").items()}
+    save_file(old, copy / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(old, "model-1.safetensors")}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    engine = open_engine(copy, **settings)
+    assert engine.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids == tokens
+    engine.close()
+
+
+def test_an_index_without_metadata_is_read(copy):
+    (copy / "model.safetensors").rename(copy / "model-1.safetensors")
+    names = load_file(copy / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    open_engine(copy).close()
+
+
 def test_an_index_cannot_name_a_file_outside_of_the_folder(copy):
-    index = {"weight_map": {"a": "../copy/model.safetensors"}}
+    (copy / "model.safetensors").rename(copy / "model-1.safetensors")
+    index = {"weight_map": {"a": "../copy/model-1.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="which is not in the folder"):
         open_engine(copy)

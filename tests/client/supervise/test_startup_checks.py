@@ -84,6 +84,7 @@ def test_git_lfs_pointers_and_missing_files_of_a_sharded_checkpoint_are_named(ch
         CliError, match=r"model.safetensors is only a pointer of Git LFS. Run `git lfs pull`"
     ):
         checks.check_checkpoint(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
     index = checkpoint / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
     (checkpoint / "1.safetensors").write_bytes(broken_checkpoints.joined({}, b""))

@@ -148,18 +148,30 @@ def analyze_checkpoint_template(
         template_kwargs: Template variables that are set in every rendering.
         added_tokens: The tokens that were added to the tokenizer's vocabulary.
     """
-    # `prober` renders test conversations with the template, and stores the findings for the report.
-    prober = Prober(
-        CompiledTemplate(jinja_source, Budget()),
-        bos=bos_token or BOS_TOKEN,
-        eos=eos_token or EOS_TOKEN,
-        kwargs=template_kwargs or {},
-        added_tokens=frozenset(added_tokens),
-    )
     # The format of a few templates cannot be inferred. For these templates, quarantine.py declares
     # the format. For all other templates, the result of the search is None.
     declared_format = find_quarantined(jinja_source)
-    return _analyze(prober, declared_format)
+    # Other templates may contain the texts by which quarantine.py recognises a template, so the
+    # format is inferred, too. The inferred format is used if it parses more messages correctly.
+    entries = (declared_format,) if declared_format is None else (declared_format, None)
+    analyses = []
+    for entry in entries:
+        # `prober` renders test conversations with the template, and stores the findings for the
+        # report.
+        prober = Prober(
+            CompiledTemplate(jinja_source, Budget()),
+            bos=bos_token or BOS_TOKEN,
+            eos=eos_token or EOS_TOKEN,
+            kwargs=template_kwargs or {},
+            added_tokens=frozenset(added_tokens),
+        )
+        analyses.append(_analyze(prober, entry))
+    return min(analyses, key=_num_wrong_messages)
+
+
+def _num_wrong_messages(analysis: TemplateAnalysis) -> int:
+    """Return the number of rendered messages that the inferred format parses wrongly."""
+    return sum(bool(proof.differs) for proof in analysis.proofs)
 
 
 def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> TemplateAnalysis:

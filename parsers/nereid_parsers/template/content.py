@@ -271,16 +271,18 @@ def _two_end_markers(after_content: str, after_user_message: str, header: str) -
     """Return the two markers that end an answer, such as `<|eom|>` and `<|eot|>`.
 
     Return [] if there is no second marker, or if the second marker does not end the answer. It ends
-    the answer if it also ends a user's message, and does not belong to `header`, the text that
-    opens an answer.
+    the answer if it is one of the two markers after a user's message, and does not belong to
+    `header`, the text that opens an answer.
 
     >>> _two_end_markers("<|eom|><|eot|>", after_user_message="<|eot|>", header="<|bot|>")
+    ['<|eom|>', '<|eot|>']
+    >>> _two_end_markers("<|eom|><|eot|>", after_user_message="<|eom|><|eot|>", header="<|bot|>")
     ['<|eom|>', '<|eot|>']
     """
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if not second or second == first:
         return []
-    ends_user_message = second == leading_marker(after_user_message)
+    ends_user_message = second in first_two(leading_markers(after_user_message))
     return [first, second] if ends_user_message and second not in header else []
 
 

@@ -1,7 +1,9 @@
 """Describe the output of models whose chat templates the analysis cannot interpret.
 
 The analysis infers a format by comparing renderings of a template. If the renderings do not show
-the format, an entry of `QUARANTINE` declares the format instead. Keep this tuple short.
+the format, an entry of `QUARANTINE` declares the format instead. Keep this tuple short. An entry
+may match a template of another format. The declared format is then not used, because the inferred
+format parses more renderings correctly.
 """
 
 from __future__ import annotations

@@ -298,6 +298,27 @@ def test_recognised_templates_are_reported_as_recognised():
         assert "was recognised, not inferred" in analysis_of(name).undecided[0]
 
 
+def test_a_recognised_format_that_parses_the_renderings_wrongly_is_inferred_instead():
+    text = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+        "{% if m.reasoning %}{{ '<|channel|>analysis<|message|>' + m.reasoning + '<|end|>' }}"
+        "{% endif %}"
+        "{% if m.content %}{{ '<|channel|>answer<|message|>' + m.content + '<|end|>' }}{% endif %}"
+        "{% for c in m.tool_calls %}{{ '<tool_call>' + c.function | tojson + '</tool_call>' }}"
+        "{% endfor %}{{ '<|stop|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    analysis = analyze_template(text)
+    assert analysis.undecided == ()
+    answer = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|channel|>answer<|message|>Hello.<|end|>"
+        '<tool_call>{"name": "list_all", "arguments": {}}</tool_call><|stop|>'
+    )
+    message = parse(answer, format=analysis.format, prompt="<|user|>Hi.<|stop|><|assistant|>")
+    assert (message.reasoning, message.content) == ("Hm.", "Hello.")
+    assert [call.name for call in message.tool_calls] == ["list_all"]
+
+
 def test_a_system_message_that_depends_on_the_generation_prompt_is_no_part_of_the_header():
     text = (
         "{% if add_generation_prompt and messages[0].role != 'system' %}"

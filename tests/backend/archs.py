@@ -10,8 +10,7 @@
                                                   divide each model over two processes
 
 A type is a value of `model_type` in a config.json, such as llama. Each type runs in its own process
-with a limit on time and memory. The program appends each result as a line of JSON to the file that
-the option `--results` names.
+with a limit on time and memory. The file `--results` contains one line of JSON for each result.
 """
 
 import argparse
@@ -48,7 +47,7 @@ _SECONDS = 90
 _MEMORY_BYTES = 8 * 2**30
 _COLUMNS = (*SITUATIONS, *VARIANTS)
 _ALL_EQUAL = f"{len(PROMPTS) * MAX_TOKENS}/{len(PROMPTS) * MAX_TOKENS}"
-# The forward paths. The engine tries them in this order and uses the first one that is correct.
+# The forward paths in the order in which the engine tries them.
 _TIERS = ("packed", "rows", "padded", "single")
 
 
@@ -107,7 +106,6 @@ def examine(model_type: str, size: int, columns: list[str], result: Result) -> N
 
 
 def _cell(expected: Answers, got: Answers) -> str:
-    """Return the number of equal tokens and the number of all tokens, such as "95/96"."""
     pairs = [(a, b) for e, g in zip(expected, got, strict=True) for a, b in zip(e, g, strict=True)]
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 

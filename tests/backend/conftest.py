@@ -6,7 +6,7 @@ from nereid_backend.fast_imports import importing
 from nereid_backend.vision.torchvision_operators import declare_operators
 
 with importing():
-    # transformers imports torchvision if it is installed.
+    # transformers imports torchvision. Without CUDA, this import requires these operators.
     declare_operators()
     import torch
     from backend.tiny_models import BY_NAME
@@ -15,17 +15,13 @@ with importing():
     from backend import shrink
 
 logging.disable_progress_bar()
-# With several threads, each operation would wait for the slowest thread. On a busy machine, these
-# waits would take longer than the computation of a tiny model.
+# On a busy machine, threads that wait for each other would make tiny models slow.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A function that returns the folder of the tiny checkpoint of a family (see `FAMILIES`).
-
-    The function saves each checkpoint once in a test session.
-    """
+    """A function that returns the folder of the tiny checkpoint of a family (see `FAMILIES`)."""
     folders: dict[str, Path] = {}
 
     def folder_of(name: str) -> Path:
@@ -38,10 +34,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function that returns the folder of a tiny checkpoint of a `model_type` of transformers.
-
-    The function saves each checkpoint once for each test module.
-    """
+    """A function that returns the folder of a tiny checkpoint of a `model_type` of transformers."""
     folders = {}
 
     def folder_of(model_type):
@@ -54,10 +47,9 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def cheap_drafts(monkeypatch):
-    """Make the engine propose draft tokens in all steps.
+    """Make the engine always propose draft tokens.
 
-    Without this fixture, the engine would propose hardly any, because drafts do not make the short
-    steps of a tiny model faster. The fixture sets the cost of a draft token to 5 % of the cost of a
-    sequence in a step.
+    Otherwise, it would propose hardly any, because drafts do not make the steps of tiny models
+    faster.
     """
     monkeypatch.setattr(StepCosts, "ratio", lambda _costs, _num_sequences: 0.05)

@@ -1,4 +1,4 @@
-"""Functions that answer prompts with an engine in several situations, and the expected tokens."""
+"""Functions that answer the same prompts with an engine, in several situations, or transformers."""
 
 import functools
 import random
@@ -86,7 +86,7 @@ def open_engine(folder: Path, **settings) -> Engine:
 
 
 def bytes_for(engine: Engine, num_tokens: int) -> int:
-    """Return the size of a KV cache for `num_tokens` tokens in bytes."""
+    """Return the size in bytes of a KV cache for `num_tokens` tokens."""
     info = engine.info
     per_block = info.kv_cache_bytes // (info.num_blocks + 1)
     return per_block * (num_tokens // info.block_size + 1)
@@ -103,8 +103,7 @@ def run_staggered(
     Args:
         engine: an engine without requests.
         params: the sampling parameters of each prompt.
-        checks: whether to verify the block pool after each step. All used blocks must belong to
-            requests.
+        checks: whether to check after each step that all used blocks belong to requests.
     """
     answers: dict[str, list[int]] = {}
     waiting = list(enumerate(PROMPTS))
@@ -144,18 +143,15 @@ def run_preempted(engine: Engine) -> Answers:
 
 
 def run_cached(engine: Engine) -> Answers:
-    """Answer each prompt after the prefix cache has stored the prompt and a similar prompt.
-
-    The similar prompt begins with the first half of the prompt.
-    """
+    """Answer each prompt after the prefix cache has stored the prompt and a similar prompt."""
     rng = random.Random(3)
     for prompt in PROMPTS:
         engine.generate([[*prompt[: len(prompt) // 2], rng.randrange(3, 300)], prompt], PARAMS)
     return run_alone(engine)
 
 
-# The settings and the function of each situation. Native kernels require blocks of 16 tokens. With
-# smaller blocks, attention runs in plain torch.
+# The settings of the engine and the function for each situation. The CPU kernels require blocks of
+# 16 tokens. With smaller blocks, attention runs in plain torch.
 SITUATIONS: dict[str, tuple[dict, Callable[[Engine], Answers]]] = {
     "alone": ({"block_size": 16}, run_alone),
     "mixed": ({"block_size": 16}, run_staggered),

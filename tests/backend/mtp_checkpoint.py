@@ -10,10 +10,7 @@ from transformers import MellumConfig, MellumForCausalLM
 
 
 def save_with_mtp(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
-    """Save a checkpoint with two normal layers and one MTP layer, and return the folder.
-
-    The function creates a model with three layers and renames the third layer to an MTP layer.
-    """
+    """Save a model with three layers whose third layer becomes an MTP layer; return the folder."""
     torch.manual_seed(0)
     config = MellumConfig(
         vocab_size=vocab_size,
@@ -42,9 +39,8 @@ def save_with_mtp(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
         name.replace("model.layers.2.", "mtp.layers.0."): tensor
         for name, tensor in load_file(path).items()
     }
-    # In this model, the next token mostly depends on the last token. The projection therefore
-    # copies the embedding of the last token and adds only a little of the hidden state. The MTP
-    # layer then often proposes the right token.
+    # In this model, the next token mostly depends on the last token. If the MTP layer mostly reads
+    # the embedding of the last token, it therefore often proposes the right token.
     size = config.hidden_size
     tensors["mtp.fc.weight"] = torch.cat([torch.eye(size), 0.1 * torch.randn(size, size)], dim=1)
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):

@@ -39,16 +39,15 @@ def expected_answer(prompt: list[int], max_tokens: int, index: int = 0) -> tuple
 class ScriptedModel:
     """A fake model that detects wrong contents of the KV cache.
 
-    A slot of the cache contains the hash of a token and of all tokens before it in the sequence.
-    Before the model generates a token, it compares the slots of the sequence with the expected
-    hashes. It raises an AssertionError if a block table is wrong, if a block was lost or wrongly
-    shared, or if a chunk or the copy of a block is missing. Each group of layers has a block table
-    of its own, and the model stores the hashes in the blocks of every group. In a group with an
-    attention window, the model reads only the slots inside the window.
+    A slot of the cache contains the hash of a token and of all tokens before it. Before the model
+    generates a token, it compares the slots of the sequence with the expected hashes. A wrong block
+    table, a lost or wrongly shared block, and a missing chunk or copy cause an AssertionError. The
+    blocks of every group of layers contain hashes. In a group with an attention window, the model
+    reads only the slots inside the window.
 
-    If the computation of a sequence fails, the slot of its last token contains NaN. In a real
-    model, an attention mask does not stop NaN. The model therefore raises an AssertionError if any
-    slot in the block tables of a sequence contains NaN, even a slot that the sequence does not use.
+    If the computation of a sequence fails, the slot of its last token contains NaN. An attention
+    mask does not stop NaN. The model therefore raises an AssertionError if any slot in the block
+    tables of a sequence contains NaN, even a slot that the sequence does not use.
     """
 
     def __init__(
@@ -71,11 +70,11 @@ class ScriptedModel:
             broken: the probability that the computation of one sequence fails. The computation of a
                 whole step fails with a quarter of this probability.
             windows: the attention window of each group of layers.
-            has_state: whether each row has a recurrent state. The state must cover exactly the
-                tokens before each chunk.
+            has_state: whether each row has a recurrent state, which must cover exactly the tokens
+                before each chunk.
         """
         self._has_state = has_state
-        # The hash of the tokens that the state of each row covers, and the snapshots by id.
+        # The hash of the tokens that each row's state covers, and the hash in each snapshot.
         self.states: dict[int, int] = {}
         self.snapshots: dict[int, int] = {}
         self._windows = windows
@@ -88,7 +87,6 @@ class ScriptedModel:
         self._went_wrong: set[Sequence] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step, and return the sampled tokens and the prompt log-probabilities."""
         self.compute(plan)
         result = self.answer(plan)
         self.clear_broken(plan, result)
@@ -97,8 +95,8 @@ class ScriptedModel:
     def compute(self, plan: StepPlan, sampled: abc.Sequence[int] = ()) -> None:
         """Compute the forward pass of a step.
 
-        A pending chunk starts with a token that the previous step sampled: `sampled` contains the
-        tokens of the previous step, and `plan.pending` the index of the chunk's token.
+        The argument `sampled` contains the tokens that the previous step sampled. A pending chunk
+        starts with one of these tokens, and `plan.pending` contains the index of this token.
         """
         blocks = [self.slots[a * BLOCK : (a + 1) * BLOCK] for a, _ in plan.copies]
         for (_, target), block in zip(plan.copies, blocks, strict=True):
@@ -216,10 +214,9 @@ class ScriptedModel:
         return Sampled(new, [-0.5] * len(new))
 
     def _check(self, sequence: Sequence, tokens: list[int], first: int, group: int) -> int:
-        """Return the hash of all tokens, and compare the slots of the cache with the hashes.
+        """Return the hash of all tokens.
 
-        The cache must contain the hashes of the tokens from index `first` on. The slots of earlier
-        tokens are not read.
+        The cache must contain the hashes of the tokens from index `first` on.
         """
         expected = hash(sequence.params.cache_salt)
         for position, token in enumerate(tokens):

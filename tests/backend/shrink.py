@@ -20,8 +20,8 @@ LENGTH = 256
 _MAX_PARAMETERS = 40_000_000
 _MAX_LAYERS = 4
 
-# The names of the attributes that get each value if their default is larger. Values of 0 or less
-# and None stay unchanged.
+# Each key is a small value. The text names the attributes that get this value if their default is
+# larger.
 _SIZES: dict[int, str] = {
     VOCAB_SIZE: "vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size "
     "unpadded_vocab_size",
@@ -85,8 +85,7 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ("embed" in name or "wte" in name) and not hints.get("_wide"):
-                # With large values, a model whose output layer shares the embedding would always
-                # repeat the last token.
+                # With large shared embeddings, a model would always repeat the last token.
                 parameter.normal_(0.0, 0.02)
             elif parameter.dim() > 1 or "sinks" in name:
                 parameter.normal_(0.0, 0.25)
@@ -100,7 +99,6 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _shrunk(config: PretrainedConfig, hints: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a config with small sizes. Sub-configs become dicts."""
     old = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
     for name in ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype"):
         old.pop(name, None)
@@ -141,10 +139,7 @@ def _sizes_of_heads(old: dict[str, Any], new: dict[str, Any]) -> dict[str, int]:
 def _per_layer(
     layers: dict[Any, Any], kept: list[int], old: dict[str, Any], new: dict[str, Any]
 ) -> dict[int, Any]:
-    """Return the sizes of the layers whose sizes differ from the common sizes of the config.
-
-    The ratio between the size of such a layer and the common size stays the same.
-    """
+    """Return the sizes of layers that differ from the common sizes, with the same ratios."""
     numbered = {int(number): sizes for number, sizes in layers.items()}
     return {
         place: {
@@ -157,7 +152,6 @@ def _per_layer(
 
 
 def _small(name: str, value: Any) -> Any:
-    """Return the new value of the attribute `name` whose default is `value`."""
     if name in _TOKENS:
         return _TOKENS[name] if value is not None else None
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -190,6 +184,6 @@ def _kept_layers(old: dict[str, Any], hints: dict[str, Any]) -> list[int]:
 
 
 def save(model_type: str, folder: Path) -> Path:
-    """Write a tiny random checkpoint of the type as safetensors."""
+    """Save a tiny random checkpoint of a type in the safetensors format, and return the folder."""
     tiny_model(model_type).save_pretrained(folder)
     return folder

@@ -17,10 +17,10 @@ from nereid_backend.cpu_threads import CpuThreads, cpu_time_of_others, suitable_
         (2, 2, 0.3, 2),
         (2, 2, 0.6, 1),
         (2, 2, 2.0, 1),
-        # One CPU is free for the other process.
+        # One CPU remains free for the other process.
         (15, 16, 1.0, 15),
         (16, 16, 1.0, 15),
-        # Two engines with 15 threads each divide the CPUs.
+        # Two engines with 15 threads each share the CPUs.
         (15, 16, 8.0, 8),
         # The measured CPU time can be negative by a rounding error.
         (4, 4, -0.01, 4),
@@ -51,26 +51,26 @@ def _two_threads():
 
 
 class Load:
-    """The time, and the CPU time of other processes, under a made-up load."""
+    """A `CpuThreads` object with a fake clock and a fake CPU time of the other processes."""
 
     def __init__(self):
         self.now = self.others = 0.0
         self.threads = CpuThreads(2, 2, lambda: self.others, clock=lambda: self.now)
 
     def pass_time(self, seconds, *, others):
-        """Let some seconds pass, in which other processes use this many CPUs on average."""
+        """Advance the clock, while other processes use `others` CPUs on average."""
         self.now += seconds
         self.others += others * seconds
 
     def threads_after_steps(self, seconds, *, others):
-        """Return the number of threads after steps that take some seconds in total."""
+        """Return the number of threads after steps that take `seconds` in total."""
         self.threads.adjust()
         self.pass_time(seconds, others=others)
         self.threads.adjust()
         return torch.get_num_threads()
 
     def pause(self, seconds, *, others):
-        """Let some seconds pass without a step."""
+        """Advance the clock without a step."""
         self.threads.pause()
         self.pass_time(seconds, others=others)
 
@@ -85,7 +85,8 @@ def test_the_number_of_threads_follows_the_load_of_the_last_second():
 
 @pytest.mark.usefixtures("_two_threads")
 def test_the_load_during_pauses_has_no_effect():
-    # Example: an embedding model and an LLM take turns, so that neither delays the other.
+    # This happens if an embedding model and an LLM compute alternately. Each of them pauses while
+    # the other computes, so neither delays the other.
     load = Load()
     for _ in range(9):
         assert load.threads_after_steps(0.9, others=0.0) == 2
@@ -129,7 +130,7 @@ def test_the_cpu_time_of_another_process_is_measured():
     busy = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", busy], check=True)
     assert cpu_time_of_others(cpus) - before > 0.4
-    assert cpu_time_of_others(frozenset()) <= 0  # no CPU counts
+    assert cpu_time_of_others(frozenset()) <= 0  # The set of CPUs is empty.
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch uses another OpenMP library")

@@ -49,8 +49,7 @@ def save_noisy(name, folder, noise: float):
 def draft_of(tmp_path_factory):
     """A function that returns the folder of a draft model for a family.
 
-    The draft model is the tiny model of the family with noise in its weights, so that it proposes
-    many right tokens and many wrong tokens.
+    The draft model has noise in its weights, so that it proposes right and wrong tokens.
     """
     folders = {}
 
@@ -63,12 +62,10 @@ def draft_of(tmp_path_factory):
 
 
 def greedy(engine):
-    """Return the greedy tokens of the engine for all prompts in one batch."""
     return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 
 def acceptance(engine) -> float:
-    """Return the fraction of draft tokens that the engine has accepted."""
     stats = engine.stats()
     return stats.num_accepted_tokens / stats.num_proposed_tokens
 
@@ -210,8 +207,8 @@ def test_sampling_with_drafts_keeps_the_distribution_of_the_model(
     assert sum(probabilities.values()) == pytest.approx(1)
     expected = [num_answers * probability for probability in probabilities.values()]
     observed = [counts[answer] for answer in probabilities]
-    # The chi-square test requires at least about 5 expected answers in each cell. The answers that
-    # are expected less often therefore share one cell.
+    # The chi-square test requires at least 5 expected answers in each cell, so rarer answers share
+    # one cell.
     rare = [index for index, count in enumerate(expected) if count < 5]
     for values in (expected, observed):
         values.append(sum(values[index] for index in rare))

@@ -16,13 +16,13 @@ from backend import shrink
 # architecture. The first architecture of each forward path runs in every situation.
 TYPES = {
     "packed": [
-        "gpt_oss",  # attention windows, attention sinks and experts
+        "gpt_oss",  # has attention windows, attention sinks and experts
         "llama",
-        "gemma2",  # attention windows and a soft cap of the logits
-        "llama4_text",  # chunked attention
-        "deepseek_v3",  # keys and values of different sizes
-        "gemma4_text",  # layers of different shapes
-        "gpt2",  # learned position embeddings
+        "gemma2",  # has attention windows and a soft cap of the logits
+        "llama4_text",  # has chunked attention
+        "deepseek_v3",  # has keys and values of different sizes
+        "gemma4_text",  # has layers of different shapes
+        "gpt2",  # has learned position embeddings
         "bart",  # computes positions from the length of the cache
     ],
     "rows": [
@@ -43,13 +43,13 @@ TYPES = {
         "xlnet",  # has relative positions
         "rwkv",  # passes its state in an argument with an unusual name
         "openai-gpt",  # has no cache
-        "reformer",  # attention uses hash buckets
+        "reformer",  # computes attention in hash buckets
     ],
 }
 MODELS = [(path, name) for path, names in TYPES.items() for name in names]
-# By default, the second and later architectures of each forward path run only in these two
-# situations. They cover chunked prompts, sequences of different lengths in a batch, preemption and
-# the native kernels. The combinations with other situations are marked `long`.
+# By default, the second and later architectures of each forward path run only in these situations,
+# which cover chunked prompts, mixed batches, preemption and the CPU kernels. The other combinations
+# are marked `long`.
 _USUAL_SITUATIONS = ("mixed", "preempted")
 
 
@@ -57,8 +57,7 @@ _USUAL_SITUATIONS = ("mixed", "preempted")
 def references(tmp_path_factory):
     """A function that returns the tiny checkpoint of an architecture and the expected answers.
 
-    transformers generates the expected answers. This takes half of the time of a test, so the
-    function computes them only once for each architecture.
+    The expected answers take half of the time of a test, so the function caches them.
     """
 
     @functools.cache

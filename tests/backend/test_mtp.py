@@ -41,7 +41,6 @@ def greedy(engine):
 
 
 def acceptance(engine) -> float:
-    """Return the fraction of draft tokens that the engine has accepted."""
     stats = engine.stats()
     return stats.num_accepted_tokens / stats.num_proposed_tokens
 
@@ -57,7 +56,7 @@ def test_greedy_tokens_are_those_of_the_model_alone(folder, block_size):
 
 
 def record_proposals(engine, monkeypatch):
-    """Return a list that collects the tokens of a sequence and its draft tokens for each draft."""
+    """Return a list that gets a pair for each draft: the tokens of the sequence, and the draft."""
     drafter = engine._parts.scheduler.drafter
     propose = drafter.propose
     proposals = []
@@ -164,7 +163,7 @@ class DecoderPath:
 
 
 def compute(hidden, *parts):
-    """Compute a step in which each sequence is computed from a given token on.
+    """Run a step that computes each sequence from a given token to the last token.
 
     Args:
         hidden: the forward path that stores the hidden states.

@@ -2,8 +2,8 @@
 
 The CPU waits if it reads a number from the GPU, or if it copies memory that is not pinned to the
 GPU. In these tests, torch's meta device replaces the GPU. The meta device computes only shapes, so
-that reading a number from it raises an error. A `Watch` records the copies to the meta device. The
-module `device_transfer` copies from pinned memory, so its copies do not wait.
+reading a number raises an error. The module `device_transfer` copies from pinned memory, so its
+copies do not wait.
 """
 
 import random
@@ -37,9 +37,8 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         num_copies: the number of copies.
-        waited: the names of the operators for which the CPU would wait. These are the copies
-            outside the module `device_transfer` and the tensors that torch creates on the device
-            from numbers of Python.
+        waited: the names of the operators for which the CPU would wait: copies outside the module
+            `device_transfer`, and tensors that torch creates on the device from Python numbers.
     """
 
     def __init__(self):
@@ -64,7 +63,6 @@ class Watch(TorchDispatchMode):
 
 
 def _is_inside(file):
-    """Return whether a function in `file` is on the call stack."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == file:
@@ -74,10 +72,7 @@ def _is_inside(file):
 
 
 class MetaPath:
-    """A fake forward path that builds batches as the path `packed` does.
-
-    The logits are a tensor on the meta device, which has a shape but no numbers.
-    """
+    """A fake forward path that builds batches as the path `packed` does, without real logits."""
 
     def __init__(self, vocab_size, dtype):
         self.vocab_size, self.dtype = vocab_size, dtype
@@ -114,8 +109,8 @@ REQUEST_SETTINGS = [
 def start_requests(all_settings, lengths):
     """Return a scheduler with a new request for each item of `all_settings`.
 
-    A request has a prompt of random tokens. `lengths` contains the lengths of the prompts. If the
-    settings contain "guide", the request has a guide, which restricts the tokens as a grammar does.
+    `lengths` contains the lengths of the random prompts. If the settings contain "guide", the
+    request has a guide, which restricts the tokens as a grammar does.
     """
     scheduler = Scheduler(
         BlockPool(4000), block_size=BLOCK, max_num_seqs=32, max_num_batched_tokens=5000
@@ -150,7 +145,7 @@ def test_a_step_starts_without_waiting_for_the_device(vocab_size, dtype):
     assert watch.num_copies > 0
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         flight.pending.result()
-    # With a single request, the sampler runs only the code for the settings of this request.
+    # For a single request, the sampler can use other code, so each request is also tested alone.
     for index, request_settings in enumerate(REQUEST_SETTINGS):
         scheduler = start_requests([request_settings], [lengths[index]])
         runner = Runner(MetaPath(vocab_size, dtype))
@@ -257,8 +252,7 @@ def test_the_inputs_of_a_step_and_of_its_attention_layers_are_one_copy(lengths, 
     monkeypatch.setattr(gpu_attention, "store", lambda *_: None)
     monkeypatch.setattr(gpu_attention, "decode", lambda *args: launched.append(args[2].count))
     monkeypatch.setattr(gpu_attention, "prefill", prefill)
-    # Chunks of one token belong to sequences in the decode phase. The KV cache already contains the
-    # earlier tokens of these sequences.
+    # Chunks of one token belong to sequences in the decode phase, which have earlier tokens.
     chunks = []
     for row, length in enumerate(lengths):
         start = 600 * row if length == 1 else 0

@@ -1,7 +1,6 @@
 """Tests of the prefix cache for models with a recurrent state.
 
-The engine stores snapshots of the state. A request whose prompt begins with cached tokens continues
-from a snapshot. Its answer must equal the answer without the prefix cache.
+A request whose prompt begins with cached tokens continues from a snapshot of the state.
 """
 
 import dataclasses
@@ -83,8 +82,8 @@ def compare_turns(folder, rng, num_turns=3, **settings):
 @pytest.mark.parametrize("model_type", cases(CACHED))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_next_turn_of_a_chat_continues_from_the_end_of_the_answer(saved, model_type):
-    # After the first turn, the engine has computed 85 tokens: 70 tokens of the prompt and 15 tokens
-    # of the answer. With blocks of 4 tokens, 84 of these tokens are in full blocks.
+    # After the first turn, the engine has computed 70 tokens of the prompt and 15 tokens of the
+    # answer. With blocks of 4 tokens, 84 of these 85 tokens are in full blocks.
     hits = compare_turns(saved(model_type), random.Random(1))
     assert hits == [0, 84, 104]
 

@@ -117,8 +117,7 @@ def _random_chunk(sequence, answer, rng):
     """Return a random chunk of a sequence, and the chunk's draft tokens.
 
     The chunk contains a part of the tokens that are not computed yet, or all of these tokens and up
-    to four draft tokens. The draft tokens come from `answer`, the expected tokens of the sequence.
-    In about half of the drafts, one token is replaced by a random token.
+    to four draft tokens. In about half of the drafts, one token differs from `answer`.
     """
     start, known = sequence.num_computed_tokens, len(sequence.token_ids)
     if known - start > 1 and rng.random() < 0.3:
@@ -256,7 +255,7 @@ def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_b
 
 
 class BrokenGuide(ModularGuide):
-    """A guide whose method with the name `where` raises an error."""
+    """A guide in which the method with the name `where` raises an error."""
 
     def __init__(self, where):
         super().__init__(VOCAB)
@@ -318,8 +317,7 @@ def test_masks_are_filled_while_the_model_computes():
 
     mask_filled.set()
     runner = Runner(Waiting(VOCAB))
-    # The runner learns the size of the vocabulary in the first step. Only later steps can fill
-    # masks while the model computes.
+    # In the first step, the runner learns the size of the vocabulary, and thus of the masks.
     run(runner, chunk_of(make_sequence()))
     model_started.clear()
     mask_filled.clear()

@@ -8,9 +8,8 @@ from backend.weight_variants import VARIANTS
 
 from backend import shrink
 
-# The last two types have unusual linear layers. In axk2, a linear layer expands the compressed keys
-# and values of the whole context in every step. In llama4_text, the router of the experts is a
-# linear layer that returns two tensors.
+# In axk2, a linear layer expands the compressed keys and values of the whole context in every step.
+# In llama4_text, the router of the experts is a linear layer that returns two tensors.
 TYPES = ["llama", "axk2", "llama4_text"]
 _USUAL = [
     ("llama", "int4"),

@@ -30,20 +30,13 @@ _SLIDING = ["sliding_attention", "full_attention"]
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of one architecture.
-
-    Attributes:
-        name: the name of the family in tests.
-        model_type: the `model_type` in config.json.
-        extra: the values of the config that are not in `_COMMON` or that differ from it.
-    """
+    """A tiny model of one architecture. Its config has the values in `_COMMON` and in `extra`."""
 
     name: str
     model_type: str
     extra: dict = field(default_factory=dict)
 
     def make(self) -> PreTrainedModel:
-        """Return a new model. Its random weights are the same in every call."""
         torch.manual_seed(0)
         config = AutoConfig.for_model(self.model_type, **{**_COMMON, **self.extra})
         model = AutoModelForCausalLM.from_config(config)
@@ -52,8 +45,7 @@ class Family:
             # weights, the next token depends on the whole context.
             for name, parameter in model.named_parameters():
                 if "embed" in name:
-                    # With large values, a model whose output layer shares the embedding would
-                    # always repeat the last token.
+                    # With large shared embeddings, a model would always repeat the last token.
                     parameter.normal_(0.0, 0.02)
                 elif parameter.dim() > 1 or "sinks" in name:
                     parameter.normal_(0.0, 0.25)
@@ -62,7 +54,6 @@ class Family:
         return model.eval()
 
     def save(self, folder: Path) -> Path:
-        """Save the model as a checkpoint, and return the folder."""
         self.make().save_pretrained(folder)
         return folder
 

@@ -41,12 +41,12 @@ class NotApplicableError(Exception):
 
 
 def rounded_weights(folder: Path, bits: int) -> tuple[Answers, Answers]:
-    """Compare an engine with rounded weights with transformers on the dequantised weights.
+    """Compare an engine that rounds the weights with transformers.
 
     The engine computes without the kernels for integers, because these kernels also round the
-    inputs of the layers. In the model of transformers, the output layer gets its own copy of the
-    weight even if it shares the weight with the embedding, because the engine stores a shared
-    weight in the layout of the output layer.
+    inputs of the layers. transformers computes with the dequantised weights. Its output layer gets
+    its own copy of the weight even if it shares the weight with the embedding, because the engine
+    stores a shared weight in the layout of the output layer.
 
     Raises:
         ConfigError: if the engine cannot round the weights of the model.
@@ -141,7 +141,7 @@ def _run_rounded(folder: Path, bits: int) -> Answers:
 
 
 def with_adapter(folder: Path) -> tuple[Answers, Answers]:
-    """Compare an engine with an adapter with transformers.
+    """Compare an engine that uses an adapter with transformers.
 
     Every second prompt selects the adapter. For these prompts, transformers computes with weights
     into which the adapter was merged. The adapter changes all linear layers that the engine allows.

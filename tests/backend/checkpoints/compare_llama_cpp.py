@@ -139,10 +139,8 @@ def compare_answers(
 ) -> list[str]:
     """Return three cells of the table.
 
-    The first cell is the number of equal answers, such as "18/20". The second cell is the number of
-    tokens before the first difference of each answer. At the first difference of an answer, the
-    probability of the likeliest token is divided by that of the second-likeliest token. The third
-    cell is the largest of these ratios.
+    The cells are the number of equal answers, the number of tokens before the first differences,
+    and the largest ratio of the probabilities of the two likeliest tokens at a first difference.
     """
     num_tokens = 0
     ratios = []

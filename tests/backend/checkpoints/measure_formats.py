@@ -1,7 +1,7 @@
 """Measures every format of quantised weights: equal tokens, memory, and speed on this machine.
 
     python tests/backend/checkpoints/measure_formats.py            all formats, as a Markdown table
-    python tests/backend/checkpoints/measure_formats.py AWQ GGUF   formats whose names begin so
+    python tests/backend/checkpoints/measure_formats.py AWQ GGUF   formats with these first words
 
 For each format, the program writes two checkpoints with random weights. With the tiny checkpoint,
 the program compares the greedy tokens of the engine with those of transformers, which computes in

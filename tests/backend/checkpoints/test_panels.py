@@ -45,9 +45,8 @@ def test_panels_contain_the_weights_of_the_checkpoint(name, tmp_path):
     layers = [
         (layer, module) for layer, module in model.named_modules() if type(module) is GroupedLinear
     ]
-    assert (
-        len(layers) == 14
-    )  # 7 linear layers in each of 2 decoder layers. lm_head is not quantised.
+    # There are 7 linear layers in each of 2 decoder layers, and lm_head is not quantised.
+    assert len(layers) == 14
     for layer, module in layers:
         weight = expected[f"{layer}.weight"]
         # The panels store scales and zeros as float16.

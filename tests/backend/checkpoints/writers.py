@@ -1,8 +1,7 @@
 """Writes tiny quantised checkpoints, and the same checkpoints with dequantised weights.
 
-The library of each format quantises, packs and dequantises the weights if the library is installed.
-The tests therefore do not only read files that Nereid's own code wrote. The layouts at the end of
-this file are exceptions.
+If the library of a format is installed, the library quantises, packs and dequantises the weights.
+The tests therefore do not only read files that Nereid's own code wrote.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ def write_pair(
 ) -> tuple[Path, Path]:
     """Write a tiny quantised checkpoint, and the same checkpoint with the dequantised weights.
 
-    `quantise_checkpoint` describes the results and the other arguments.
+    See `quantise_checkpoint` for the other arguments.
 
     Args:
         family: the name of a family in backend.tiny_models.
@@ -252,14 +251,13 @@ def bitsandbytes(kind: str, *, is_nested: bool = False) -> tuple[dict, Callable[
     return settings, encode
 
 
-# ---- Layouts that the following functions write themselves, because the libraries need a GPU.
+# ---- Formats whose libraries need a GPU. The following functions write these formats themselves.
 
 
 def bitsandbytes_stored_as(storage: torch.dtype) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and the encoder of bitsandbytes with another storage type.
+    """Return the settings and the encoder of bitsandbytes with `bnb_4bit_quant_storage`.
 
-    The encoder stores the bytes as numbers of the type `storage`, as the library does with the
-    option `bnb_4bit_quant_storage`.
+    The encoder stores the bytes as numbers of the type `storage`.
     """
     numbers = torch.linspace(-1, 1, 16)
 
@@ -330,13 +328,8 @@ def gptq(
 ) -> tuple[dict, Callable[[Tensor], Encoded]]:
     """Return the settings and the encoder of GPTQ.
 
-    Args:
-        bits: the number of bits of a weight.
-        is_v2: whether the format is version 2, which stores the zeros unchanged. Version 1 stores
-            the zeros minus one.
-        desc_act: whether the groups consist of weights in activation order. Otherwise, the weights
-            of a group are neighbours.
-        group_size: the number of weights in a group.
+    Version 1 of the format stores the zeros minus one. Version 2 (`is_v2`) stores the zeros. With
+    `desc_act`, the groups consist of weights in activation order.
     """
 
     def encode(weight: Tensor) -> Encoded:

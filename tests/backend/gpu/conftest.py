@@ -57,7 +57,10 @@ def device():
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
-    """A function that returns the folder of a tiny checkpoint, given a family or its name."""
+    """A function that returns the folder of the tiny checkpoint of a family.
+
+    The argument of the function is the family or the name of the family.
+    """
     from backend.tiny_models import BY_NAME
 
     folders = {}
@@ -77,8 +80,8 @@ def folder_of(tmp_path_factory):
 def engine_of(folder_of, monkeypatch):
     """A function that opens an engine on the CPU with a given class of KV cache.
 
-    If the argument `capture` is given, the engine replays decode steps from graphs that this
-    function captures. The engines are closed after the test.
+    If the argument `capture` is given, the engine replays decode steps from graphs that the
+    function `capture` has captured.
     """
     from backend.exactness import open_engine
     from backend.gpu.engines import SkippingCache, sizes_of_engine
@@ -90,18 +93,15 @@ def engine_of(folder_of, monkeypatch):
 
     def make(name, capture=None, *, kind=SkippingCache, **settings):
         monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *_: kind)
-        # The check of the kernels at load takes long in the interpreter. test_gpu_check.py tests
-        # this check.
+        # The check of the kernels takes long in the interpreter. test_gpu_check.py tests it.
         monkeypatch.setattr(make_kv_cache, "checked_cache_class", lambda kind, *_: kind)
         if kind is GpuKVCache:
-            # The check of the forward path would take more than half of the time of the test.
-            # test_engine_on_kernels.py tests this check with the kernels.
+            # The check of the forward path takes long. test_engine_on_kernels.py tests it.
             monkeypatch.setattr(choose_path, "check_path", lambda *_, **__: 0.0)
         # On a GPU, the engine has no draft tokens by default.
         defaults = {"device": "cpu", "max_model_len": 128, "num_speculative_tokens": 0}
         settings = {**defaults, **settings}
-        # With prepack=True, the engine would compute matrix products with a library that torch's
-        # dispatcher does not call. The `Recorder` could not record these products.
+        # With prepack=True, a `Recorder` could not record the matrix products.
         engine = open_engine(folder_of(name), prepack=False, **settings)
         opened.append(engine)
         if capture is not None:

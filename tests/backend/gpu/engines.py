@@ -13,8 +13,7 @@ from nereid_backend.paths.model_call import Sizes
 def with_one_key_head(name, **more):
     """Return a variant of a tiny family with two query heads and one key head.
 
-    The time that the kernels take in the interpreter is proportional to the number of key heads and
-    to the number of layers.
+    The time of the kernels in the interpreter is proportional to the number of key heads.
     """
     family = BY_NAME[name]
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}

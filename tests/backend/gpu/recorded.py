@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(work):
-    """Call the function `work` twice, and return a function that replays it.
+    """Call the function `work` twice, and return a function that replays the second call.
 
     As with a CUDA graph, a replay repeats the operators of torch, but runs no Python code of
     `work`. Numbers of Python in `work` keep the values that they had during the recording.
@@ -57,8 +57,8 @@ def record(work):
 def record_pieces(work):
     """Record `work` in pieces, and return a function that replays it.
 
-    See `GraphCapture.capture_pieces`: `work` receives a function that ends a piece. Its argument is
-    a function that runs between two pieces, both in the recording and in each replay.
+    As in `GraphCapture.capture_pieces`, the argument of `work` is a function `cut`. A call of
+    `cut(between)` ends a piece. The function `between` runs in each replay after the piece.
     """
     work(lambda between: between())
     parts = []

@@ -10,8 +10,7 @@ LARGEST_SHARE = 2**40
 def settings_of(*rows):
     """Return the array of settings for the kernel.
 
-    Each row of logits has a tuple (temperature, top_p, top_k, min_p, uniform). The last number is
-    random and in [0, 1).
+    Each row of logits has a tuple (temperature, top_p, top_k, min_p, uniform random number).
     """
     return np.array(rows, dtype=np.float64).T.copy()
 
@@ -41,18 +40,14 @@ def kept_of(weights, shares, top_p, top_k, min_p):
         order = np.argsort(-weights[kept], kind="stable")
         above = np.cumsum(shares[kept][order]) - shares[kept][order]
         wanted = max(1.0, np.ceil(float(np.float32(top_p)) * float(shares[kept].sum())))
-        # The nucleus ends with the first token at which the sum of the weights reaches the limit.
-        # Tokens with the same weight as this last token also remain.
+        # The sum of the weights up to this token reaches the limit.
         last = weights[kept][order][np.flatnonzero(above < wanted)[-1]]
         kept &= weights >= last
     return kept
 
 
 def sample(logits, raw, settings):
-    """Return the sampled token ids, their log-probabilities, and whether a token was allowed.
-
-    The arguments and the three results are described at `gpu_sampling.sample`.
-    """
+    """Return the same results as `gpu_sampling.sample`."""
     found = []
     rows = zip(logits.float().numpy(), raw.float(), settings.T, strict=True)
     for row, own, (temperature, top_p, top_k, min_p, uniform) in rows:

@@ -13,9 +13,8 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 
-# The numbers of cached tokens and of new tokens of each sequence. Four sequences of different
-# lengths are in the decode phase. The last two sequences are prompts, without and with cached
-# tokens.
+# The numbers of cached tokens and of new tokens of each sequence. The first four sequences are in
+# the decode phase, and the last two are prompts.
 SMALL = [(0, 1), (15, 1), (16, 1), (70, 1), (0, 23), (37, 9)]
 
 SPECS = {
@@ -87,8 +86,8 @@ class Steps:
             sequence.row = row
             sequence.block_table = list(itertools.islice(free, count))
             self._requests.append(sequence)
-        # Random numbers are rounded to this data type before they are converted to `dtype`. An
-        # implementation in float32 can thus get the same numbers as one in half precision.
+        # Random numbers are rounded to this data type before they are converted to `dtype`, so that
+        # implementations with different data types can get the same numbers.
         self._rounded = rounded or dtype
         self._random = torch.Generator().manual_seed(seed)
         self._sinks = self._randn(spec.num_heads).to(device) if spec.has_sinks else None
@@ -118,7 +117,7 @@ class Steps:
         return self
 
     def run(self):
-        """Return attention for the new tokens: [num_tokens, num_heads, value_dim] on the CPU."""
+        """Return the attention outputs of the new tokens: [num_tokens, num_heads, value_dim]."""
         chunks = [
             Chunk(sequence, cached, new, True, True, 1)
             for sequence, (cached, new) in zip(self._requests, self.shapes, strict=True)

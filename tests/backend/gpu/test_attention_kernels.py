@@ -23,9 +23,9 @@ TOLERANCE = {
 
 
 def both(spec, dtype, device, **options):
-    """Return attention from the kernels in `dtype`, and from the reference in float32.
+    """Return the attention outputs of the kernels in `dtype` and of the reference in float32.
 
-    The queries, keys and values of both are the same numbers.
+    The kernels and the reference compute with the same queries, keys and values.
     """
     return [
         Steps(kind, spec, used, device, rounded=dtype, **options).fill().run().float()
@@ -38,8 +38,7 @@ def check(spec, device, dtype=torch.float32, **options):
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
-# Together, these layers run every branch of the kernels: groups of query heads of different sizes,
-# padded sizes, keys of more than one tile, windows, chunks, softcap and sinks.
+# Together, these layers run every branch of the kernels.
 REPRESENTATIVE = (
     *("three query heads a key head", "eleven query heads a key head"),
     *("forty query heads a key head", "keys and values of 192 and 128"),
@@ -100,7 +99,7 @@ def test_one_launch_computes_many_prompts_and_starts_with_long_tiles(device, mon
     assert tiles == [[1, 0], [3, 4], [2, 4], [3, 0], [0, 0], [2, 0]]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns about NaN
 def test_nan_affects_only_its_own_sequence(device):
     steps = Steps(GpuKVCache, SPECS["three query heads a key head"], torch.float32, device)
     clean = Steps(GpuKVCache, SPECS["three query heads a key head"], torch.float32, device)
@@ -225,11 +224,7 @@ def test_8_bit_floats_work_with_models_in_half_precision(dtype, device, float8):
 
 
 def written(kinds, key, value, device):
-    """Return two caches with the same keys and values.
-
-    The kernel stores the keys and values in the first cache, and the reference stores them in the
-    second cache.
-    """
+    """Store keys and values with the kernel and with the reference, and return both caches."""
     num_heads, num_tokens, key_dim = key.shape
     spec = LayerSpec(num_heads, num_heads, key_dim, value.shape[2])
     slots = torch.arange(4, 4 + num_tokens, device=device)
@@ -294,8 +289,7 @@ def test_the_kernel_stores_the_same_8_bit_floats_as_the_reference_and_reports_na
 def test_every_8_bit_float_is_stored_exactly_and_halves_are_rounded_to_even(device, float8):
     whole = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = (whole[1:] + whole[:-1]) / 2
-    # The numbers are in two tokens with 253 heads, because the interpreter takes time for each
-    # program of the kernel, and two tokens need few programs.
+    # With two tokens of 253 heads, the kernel has few programs, so the interpreter is fast.
     key = torch.cat((whole, -whole, between, -between)).view(253, 2, 1).repeat(1, 1, 2)
     # The largest number of each vector is 448, the largest 8-bit float, so that the scale is 1.
     key[..., 1] = 448.0

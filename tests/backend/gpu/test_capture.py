@@ -1,7 +1,4 @@
-"""Tests of the code that captures CUDA graphs, with a fake in place of torch's CUDA functions.
-
-The fake counts captures and users of the memory pool, as torch's allocator does.
-"""
+"""Tests of the code that captures CUDA graphs, with a fake in place of torch's CUDA functions."""
 
 from contextlib import nullcontext
 
@@ -20,10 +17,8 @@ class Cuda:
         under_way: the memory pools for which the allocator believes that a capture is in progress.
         users: the number of graphs that use the memory pool.
         is_given_up: whether CUDA has aborted the capture.
-        fails_at_instantiation: whether there is too little memory for the captured graph.
         free: the free memory of the GPU in bytes.
         segments: the memory segments that the allocator has cached.
-        log: the recorded events.
     """
 
     def __init__(self):

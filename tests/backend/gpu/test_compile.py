@@ -19,7 +19,7 @@ PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05
 
 
 def compiled(folder, *options):
-    """Compile kernels in a new process, and return one dict with measurements for each kernel."""
+    """Compile kernels in a new process, and return a dict of measurements for each kernel."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
@@ -52,10 +52,7 @@ def check_resources(line):
 
 
 def check_prefetch(line):
-    """Check that a kernel copies the next tile while it computes the current tile.
-
-    With 0 copies in flight, each iteration would wait for all copies before it computes.
-    """
+    """Check that a kernel copies the next tile while it computes the current tile."""
     if line["kernel"] in ATTENTION and line["dtype"] != "float32":
         assert line["copies_in_flight"] > 0, line
 

@@ -17,8 +17,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 def answers(folder, kind, monkeypatch, **settings):
     """Return the answers of an engine with the cache class `kind`, and the engine's information."""
     monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *args: kind)
-    # On a GPU, all layers form one group. This engine runs the kernels on a CPU, so the test has to
-    # choose one group.
+    # On a GPU, all layers form one group, so this engine on a CPU must also have only one group.
     monkeypatch.setattr(
         cache_plan,
         "choose_layer_groups",
@@ -48,7 +47,7 @@ def test_an_engine_gives_the_same_answers_with_the_kernels_and_the_reference(
 ):
     if device.type != "cpu":
         pytest.skip("on a GPU the engine takes the kernels by itself")
-    folder = with_one_key_head("gpt_oss").save(tmp_path)  # windows and sinks
+    folder = with_one_key_head("gpt_oss").save(tmp_path)  # has attention windows and sinks
     found, info = answers(folder, GpuKVCache, monkeypatch)
     expected, _ = answers(folder, KVCache, monkeypatch)
     assert found == expected

@@ -1,8 +1,4 @@
-"""Tests that the engine uses an attention library only if it is both correct and faster.
-
-A library is correct if its results equal the results of the reference implementation. It must be
-faster than Nereid's own kernels.
-"""
+"""Tests that attention libraries are used only if they are correct and faster than own kernels."""
 
 import logging
 import sys
@@ -142,7 +138,7 @@ def test_sdpa_of_prompts_equals_the_reference(monkeypatch):
 def paged_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
     """A fake of torch's `varlen_attn` with a block table.
 
-    The function follows the documentation of torch and computes attention by its definition.
+    The function follows the documentation and computes attention by its definition.
     """
     assert cu_seq_k is None
     assert (
@@ -182,7 +178,7 @@ def test_variable_length_attention_equals_the_reference(monkeypatch, window):
 class PrefillWrapper:
     """A fake of FlashInfer's wrapper for prefills with the layout HND.
 
-    The class follows the documentation of FlashInfer and computes attention by its definition.
+    The class follows the documentation and computes attention by its definition.
     """
 
     num_plans = 0

@@ -1,8 +1,4 @@
-"""Tests of the check that compares the GPU kernels with the reference when a model is loaded.
-
-The check accepts correct kernels and rejects wrong kernels. If it rejects the kernels, the engine
-uses the reference implementation.
-"""
+"""Tests of the check that compares the GPU kernels with the reference when a model is loaded."""
 
 import pytest
 import torch
@@ -58,17 +54,12 @@ def test_the_check_uses_sequences_that_are_long_enough_for_all_branches_of_the_k
     gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 16, torch.float32, device))
     (_, num_parts), *_ = launched
     assert num_parts > 1
-    # With at least 128 cached tokens, the kernel computes a tile of keys without a mask, because
-    # all tokens of the chunk attend to all keys of the tile.
+    # With at least 128 cached tokens, the kernel also computes a tile of keys without a mask.
     assert max(cached for cached, _ in gpu_check._STEP.prefills) >= 128
 
 
 def break_part(name, monkeypatch):
-    """Make the kernel `name` compute wrong results.
-
-    The error in "decode" affects only a long sequence, and the error in "prefill" affects only the
-    last token of a step.
-    """
+    """Make the kernel `name` compute wrong results for one sequence or for the last token."""
     plain = getattr(gpu_attention, name)
 
     def store(key, value, call, slots):
@@ -99,7 +90,7 @@ def test_wrong_kernels_are_detected(name, kind, device, monkeypatch):
         gpu_check.check_kernels(TrialLayer(kind, PLAIN, 16, torch.float32, device))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns about NaN
 def test_nan_in_the_output_is_detected(device, monkeypatch):
     plain = gpu_attention.decode
 

@@ -1,7 +1,4 @@
-"""Tests that the sampling kernel samples the same tokens as its reference implementation.
-
-The sampler with the kernel is also compared with the sampler without a kernel.
-"""
+"""Tests that the sampling kernel samples the same tokens as its reference implementation."""
 
 import itertools
 from types import SimpleNamespace
@@ -141,13 +138,13 @@ def test_logprobs_come_from_the_raw_logits_and_the_token_from_the_masked_logits(
     assert (check(logits, settings, device, raw) < 17).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns about NaN
 def test_rows_without_a_valid_token_are_reported_and_do_not_affect_other_rows(device):
     logits = rows_of("text", 6, 900)
     raw = logits.clone()
     raw[0, 899], raw[1, 0], raw[2] = float("nan"), float("inf"), float("-inf")
     logits[:3] = raw[:3]
-    logits[3] = float("-inf")  # nothing is allowed
+    logits[3] = float("-inf")  # No token is allowed.
     settings = settings_of(*[(1.0, 0.9, 0, 0.0, 0.5)] * 5, (0.0, 1.0, 0, 0.0, 0.5))
     token_ids, logprobs, has_allowed = gpu_sampling.sample(
         logits.to(device), raw.to(device), settings
@@ -192,12 +189,11 @@ def test_the_comparison_at_load_accepts_a_correct_kernel_and_rejects_a_wrong_one
 
     def wrong(logits, raw, settings):
         settings = settings.copy()
-        settings[1] = 1.0  # top_p is forgotten
+        settings[1] = 1.0  # The wrong kernel ignores top_p.
         return plain(logits, raw, settings)
 
     monkeypatch.setattr(gpu_sampling, "sample", wrong)
-    # The check detects the missing top_p even in shorter rows, for which the interpreter takes only
-    # a sixth of the time.
+    # The check detects the missing top_p even in shorter rows, which take a sixth of the time.
     monkeypatch.setattr(gpu_sampling, "_CHECKED_VOCAB_SIZE", 1500)
     assert "differ from the reference" in gpu_sampling.why_unusable(device)
     gpu_sampling.why_unusable.cache_clear()
@@ -244,7 +240,7 @@ def test_a_sampler_with_the_kernel_returns_the_results_of_a_sampler_without_it(d
     assert not found.errors
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns about NaN
 def test_a_sampler_with_the_kernel_reports_the_rows_without_a_token(device):
     logits = rows_of("text", 3, 600)
     logits[0, 7] = float("nan")

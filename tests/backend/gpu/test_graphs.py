@@ -217,7 +217,7 @@ def test_an_engine_replays_the_kernels(engine_of, device):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     answers = []
     for kind, capture in ((GpuKVCache, rerun), (SkippingCache, None)):
-        family = with_one_key_head("gpt_oss")  # windows and sinks
+        family = with_one_key_head("gpt_oss")  # has attention windows and sinks
         engine = engine_of(family, capture, kind=kind)
         outputs = engine.generate([[5, 6, 7], [8] * 15, [9]], params)
         answers.append([output.outputs[0].token_ids for output in outputs])
@@ -411,8 +411,8 @@ def test_the_parts_of_a_captured_launch_fill_the_gpu_for_every_length(window, mo
         parts = decode_splits.captured_splits(rows, window, 8, 64, CPU)
         limit = 32768 if window.limit is None else window.limit + 64
         assert 1 <= parts <= 128
-        # With 528 programs, each of the 132 multiprocessors has four. Fewer programs are allowed if
-        # parts of two tiles already cover all tokens.
+        # There are four programs for each multiprocessor, unless parts of two tiles already cover
+        # all tokens.
         assert parts >= min(4, -(-limit // 128))
         assert parts * count * 8 >= 528 or parts >= limit // 128
 
@@ -534,10 +534,9 @@ def test_a_replay_that_stores_no_keys_is_detected_at_load(folder_of, monkeypatch
 
 def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of):
     # The time of the compilation is proportional to the number of layers. torch caches the compiled
-    # library on this machine, under a name that depends on everything the library was built from.
+    # library on this machine.
     family = with_one_key_head("llama", num_hidden_layers=1)
-    # Compiled code calls no operators of torch that a `Recorder` could record, so a replay calls
-    # the whole function again.
+    # A `Recorder` cannot record compiled code, so a replay calls the whole function again.
     engine, said = start(folder_of, family, monkeypatch, rerun, compile_forward=True)
     assert "the forward pass is compiled\ndecode steps are replayed" in said
     assert "the parts of steps with prefills are replayed from captured graphs" in said

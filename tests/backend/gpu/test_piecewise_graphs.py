@@ -14,10 +14,7 @@ from nereid_backend.paths.cuda_graphs.piecewise_graphs import PiecewiseGraphs
 def use_pieces(engine, capture=record_pieces, counts=(16, 32)):
     """Make an engine replay the pieces of its steps.
 
-    Args:
-        engine: the engine.
-        capture: the function that captures a step in pieces.
-        counts: the numbers of tokens for which graphs are captured.
+    `counts` contains the numbers of tokens for which graphs are captured.
 
     Returns:
         The graphs and the list of reported lines.

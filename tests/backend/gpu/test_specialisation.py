@@ -9,8 +9,8 @@ import pytest
 
 # The arguments of each kernel for which Triton compiles variants: one variant for the value 1, one
 # for multiples of 16 and one for other values. The model and its KV cache determine these
-# arguments, so they never change while a server runs. Each further variant would stop the server
-# for seconds.
+# arguments, so they never change while a server runs. The compilation of a further variant would
+# stop the server for seconds.
 FIXED = {
     "decode_kernel": {"query_head_stride", "query_token_stride", "scale", "cap"},
     "reduce_kernel": set(),

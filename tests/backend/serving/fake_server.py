@@ -74,14 +74,14 @@ class Metric:
 
 
 class Request:
-    """A request to a model, which is its own response sender.
+    """A fake request to a model, which is also its own response sender.
 
     Attributes:
         request_parameters: the parameters of the request as JSON text.
-        replies: the responses, each with its output tensors by name.
-        error: the text of the error response; None without one.
-        ended: set when the final response has arrived.
-        elapsed_s: the time from the creation to the final response.
+        replies: the responses. Each response is a dict of output tensors by name.
+        error: the text of the error response, or None if there was no error response.
+        ended: an event that is set when the final response has arrived.
+        elapsed_s: the time from the creation of the request to the final response.
     """
 
     def __init__(self, **inputs):

@@ -57,9 +57,9 @@ def test_a_wrong_setting_is_reported_once(variables, message):
 
 
 def with_pooling_models(**variables):
-    """Return environment variables with which a server serves an embedding model and a reranker.
+    """Return environment variables that select an embedding model and a reranker.
 
-    Each of `variables` is added with the prefix NEREID_.
+    The function also returns each of `variables`, with the prefix NEREID_.
     """
     models = {f"NEREID_{kind}_MODEL": str(CHAT) for kind in ("EMBEDDING", "RERANK")}
     return {**models, **{f"NEREID_{name}": value for name, value in variables.items()}}

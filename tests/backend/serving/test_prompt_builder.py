@@ -15,7 +15,7 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g",
 
 
 def allowed(*names, mode="auto"):
-    """Return a `tool_choice` that allows only the tools with these names."""
+    """Return a `tool_choice` that allows only the tools with the given names."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
@@ -145,7 +145,7 @@ def test_an_image_is_refused_in_a_role_in_which_the_template_does_not_render_it(
     "text", ["{{ m.content }}", "{{ m.content + '' }}", "{{ m.content | tojson }}"]
 )
 def test_a_chat_with_images_keeps_texts_of_roles_whose_lists_the_template_cannot_render(text):
-    renderer = renderer_of(  # as the template of GLM-4.1V
+    renderer = renderer_of(  # like the template of GLM-4.1V
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'user' %}{% for part in m.content %}"
         "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
         f"{{% else %}}{text}{{% endif %}};{{% endfor %}}"
@@ -231,7 +231,7 @@ def test_system_messages_that_a_template_would_omit_are_merged_or_become_user_me
 
 
 def test_no_system_message_is_lost_if_the_last_one_replaces_the_others():
-    renderer = renderer_of(  # as the template of DeepSeek R1
+    renderer = renderer_of(  # like the template of DeepSeek R1
         "{% set ns = namespace(system='') %}{% for m in messages if m.role == 'system' %}"
         "{% set ns.system = m.content %}{% endfor %}{{ ns.system }};"
         "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}"
@@ -283,7 +283,7 @@ CALLS = (
     ("call", "rendered"),
     [
         ("call.function.name ~ call.function.arguments.a", "f1"),
-        ("call.function.name + call.function.arguments", 'f{"a": 1}'),  # DeepSeek V3
+        ("call.function.name + call.function.arguments", 'f{"a": 1}'),  # as in DeepSeek V3
         ("call.name ~ call.arguments.a", "f1"),
         ("call.name + call.arguments", 'f{"a": 1}'),
     ],
@@ -295,7 +295,7 @@ def test_a_tool_call_has_the_form_that_the_template_expects(call, rendered):
 
 @pytest.mark.parametrize(("content", "rendered"), [(None, ""), ("Well.", "Well.;")])
 def test_a_template_that_renders_either_text_or_calls_gets_two_messages(content, rendered):
-    renderer = renderer_of(  # as the template of DeepSeek R1
+    renderer = renderer_of(  # like the template of DeepSeek R1
         "{% for m in messages %}{% if m.content is none %}{% for call in m.tool_calls %}"
         "{{ call.function.name + call.function.arguments }};{% endfor %}"
         "{% else %}{{ m.content }};{% endif %}{% endfor %}"
@@ -336,7 +336,7 @@ def test_reasoning_becomes_a_part_of_the_content_if_the_template_renders_only_pa
 
 
 def test_ids_of_calls_are_short_if_the_template_refuses_others():
-    renderer = renderer_of(  # as the templates of Mistral 7B and Mistral Nemo
+    renderer = renderer_of(  # like the templates of Mistral 7B and Mistral Nemo
         "{% for m in messages %}{% for id in [m.tool_call_id] if id is defined %}"
         "{% if id | length != 9 %}{{ raise_exception('length 9') }}{% endif %}{{ id }}={% endfor %}"
         "{{ m.content }}{% for call in m.tool_calls or [] %}{% if call.id | length != 9 %}"
@@ -352,7 +352,7 @@ def test_ids_of_calls_are_short_if_the_template_refuses_others():
 
 
 def test_ids_of_calls_contain_the_name_if_the_template_renders_the_id_instead_of_the_name():
-    renderer = renderer_of(  # as the template of Kimi K2
+    renderer = renderer_of(  # like the template of Kimi K2
         "{% for m in messages %}{{ m.tool_call_id }}={{ m.content }}"
         "{% for call in m.tool_calls or [] %}({{ call.id }},{{ call.function.arguments.a }})"
         "{% endfor %};{% endfor %}"
@@ -366,7 +366,7 @@ def test_ids_of_calls_contain_the_name_if_the_template_renders_the_id_instead_of
 
 
 def test_text_is_appended_to_the_reasoning_if_the_template_refuses_both_beside_calls():
-    renderer = renderer_of(  # as the template of gpt-oss
+    renderer = renderer_of(  # like the template of gpt-oss
         "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"
         "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
         "<{{ m.content or m.thinking }}>{{ m.tool_calls[0].function.name }}"
@@ -379,7 +379,7 @@ def test_text_is_appended_to_the_reasoning_if_the_template_refuses_both_beside_c
 
 
 def test_the_effort_high_becomes_xhigh_if_the_template_refuses_it():
-    renderer = renderer_of(  # as the template of Qwen 3.8
+    renderer = renderer_of(  # like the template of Qwen 3.8
         "{% if reasoning_effort not in ('xhigh', 'low') %}"
         "{{ raise_exception('Unexpected reasoning effort ' ~ reasoning_effort) }}{% endif %}"
         "{{ reasoning_effort }}"

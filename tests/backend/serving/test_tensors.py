@@ -11,7 +11,8 @@ from nereid_backend.serving import tensors
 
 def test_a_character_outside_ascii_reaches_the_log(monkeypatch):
     output = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))  # as in a stub
+    # In a stub of the server, the encoding of the output is also ASCII.
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
     tensors.progress("loading /модель \udce9")
     assert output.getvalue() == "nereid: loading /модель \\udce9\n".encode()
 

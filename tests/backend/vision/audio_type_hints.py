@@ -26,7 +26,8 @@ AUDIO_HINTS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"_birth": {"vision_config": {}, "audio_config": {}}},
     "phi4_multimodal": {
         "_vision": {"crop_size": 56},
-        # The names of the encoders contain embed_tokens_extend.
+        # The names of the encoders' weights contain "embed_tokens_extend". These weights must not
+        # get the small values of embeddings.
         "_embeddings": ("embed_tokens.",),
         "audio_config": {
             "nemo_conv_channels": 64,

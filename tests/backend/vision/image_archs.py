@@ -7,8 +7,8 @@
     python tests/backend/vision/image_archs.py --audio        send audio instead of images
 
 A type is a value of `model_type` in a config.json, and media are images, videos and audio. Each
-type runs in its own process with a limit on time and memory. The program appends each result as a
-line of JSON to the file that the option `--results` names.
+type runs in its own process with a limit on time and memory. The file `--results` contains one line
+of JSON for each result.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nereid_backend.vision.torchvision_operators import declare_operators
 
-# transformers imports torchvision if it is installed.
+# transformers imports torchvision. Without CUDA, this import requires these operators.
 declare_operators()
 
 import numpy as np
@@ -172,8 +172,8 @@ def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
 def reference(folder: Path, kind: str) -> tuple[list[Chat], Answers, bool]:
     """Return chats with media, and the tokens with which transformers answers the chats.
 
-    Chats that transformers cannot answer are left out, but it must answer the first two chats. The
-    third result is true if other media with the same text change the logits.
+    Chats that transformers cannot answer are left out. The third result is true if other media with
+    the same text change the logits.
     """
     model, processor = _load_reference(folder)
     chats, answers = [], []
@@ -270,8 +270,6 @@ def build(
 ) -> tuple[Path, list[Chat], Answers, bool]:
     """Write a checkpoint that transformers can run.
 
-    The function tries the image sizes in `image_types.SIZES` one after another.
-
     Returns:
         The folder of the checkpoint, and the results of `reference`.
     """
@@ -291,10 +289,7 @@ def examine(
     situations: list[str] | None = None,
     kind: str = "image",
 ) -> None:
-    """Run one type in the given situations and store the outcome in `result`.
-
-    By default, the type runs in all situations.
-    """
+    """Run one type in the given or in all situations, and store the outcome in `result`."""
     with tempfile.TemporaryDirectory() as name:
         folder, chats, expected, result.depends = build(model_type, Path(name), kind)
         result.num_distinct = len({token for answer in expected for token in answer})
@@ -321,7 +316,6 @@ def examine(
 
 
 def _cell(expected: Answers, got: Answers) -> str:
-    """Return the number of equal tokens and the number of all tokens, such as "26/27"."""
     pairs = [(a, b) for e, g in zip(expected, got, strict=True) for a, b in zip(e, g, strict=True)]
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 

@@ -65,7 +65,7 @@ def save(model_type: str, folder: Path, sizes: str = "defaults") -> Path:
     model = _model_class(model_type)(config)
     _randomise(model, hints)
     model.generation_config.eos_token_id = None
-    # The engine forces no token at the end of an answer.
+    # The engine does not force a token at the end of an answer, so transformers must not do so.
     model.generation_config.forced_eos_token_id = None
     model.generation_config.pad_token_id = 0
     model.eval().save_pretrained(folder)

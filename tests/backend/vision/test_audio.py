@@ -46,7 +46,7 @@ def wav(content: bytes, kind: int = PCM, num_bits: int = 16, **fields: int) -> b
 
 
 def pcm(samples: np.ndarray) -> bytes:
-    """Return a WAV file with samples of 16 bits. The arguments are numbers from -1 to 1."""
+    """Return a WAV file with samples of 16 bits. The numbers in `samples` are from -1 to 1."""
     return wav((samples * 32767).astype("<i2").tobytes())
 
 

@@ -37,7 +37,7 @@ _PROCESSORS = {
 
 @pytest.fixture
 def share(monkeypatch):
-    """A function that calls `share_pixels`, whose changes of libraries end with the test."""
+    """A function that calls `share_pixels`. Its changes of libraries are undone after the test."""
 
     def call():
         for owner, name in (

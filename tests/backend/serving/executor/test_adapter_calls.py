@@ -15,7 +15,7 @@ def names(outputs):
 
 
 def started():
-    """Return the calls object for two engine processes that have started without adapters."""
+    """Return an `AdapterCalls` object for two engine processes that started without adapters."""
     calls = AdapterCalls()
     for replica in (0, 1):
         assert calls.record_answer("", replica, []) is None

@@ -1,7 +1,4 @@
-"""Tests of the process of an engine: its messages, and its end after a fault.
-
-The engine is scripted.
-"""
+"""Tests of the engine process with a scripted engine: its messages, and its end after a fault."""
 
 import dataclasses
 import json

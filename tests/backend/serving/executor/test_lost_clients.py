@@ -58,8 +58,8 @@ def test_a_step_that_is_overtaken_does_not_count_as_dropped():
     for step in range(1, 30):
         line.send(older)
         line.send(newer)
-        # A new postprocessor consumes the steps of `newer` before the old postprocessor consumes
-        # those of `older`.
+        # This happens if a new postprocessor already consumes the steps of `newer`, while the old
+        # postprocessor still consumes the steps of `older`.
         line.consume(newer, step)
         assert line.dropped() == []
         line.consume(older, step)

@@ -1,4 +1,4 @@
-"""Tests of the numbers of ended sequences for each finish reason."""
+"""Tests that ended sequences are counted by their finish reasons."""
 
 import backend.serving.fake_server  # noqa: F401 - provides triton_python_backend_utils
 import pytest

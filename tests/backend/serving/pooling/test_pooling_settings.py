@@ -7,7 +7,7 @@ from nereid_backend.serving.serving_settings import read_pooling_settings
 
 @pytest.fixture
 def args(tmp_path):
-    """Return the arguments of `initialize` for a config.pbtxt that names a checkpoint folder."""
+    """The arguments of `initialize` for a config.pbtxt that names the folder of a checkpoint."""
     (tmp_path / "model_repository" / "embedding").mkdir(parents=True)
     (tmp_path / "demo").mkdir()
     parameters = {"model": {"string_value": "../demo"}}

@@ -132,7 +132,7 @@ def test_a_wrong_input_is_refused(stub):
 
 @pytest.fixture
 def no_job(stub, monkeypatch):
-    """Fail if a job is sent to the worker."""
+    """Let the test fail if a job is sent to the worker."""
 
     def refuse(*values):
         pytest.fail("the job was sent to the worker")
@@ -282,7 +282,8 @@ def test_sizes_phases_and_outcomes_are_counted(model, tmp_path, monkeypatch):
         assert values["pooling_num_requests"] == 0
         assert values["pooling_requests_total/success"] == 1
         assert values["pooling_prompt_tokens_total"] == 4
-        assert "pooling_request_inputs_bucket/1" not in values  # a metric with the value 0
+        # A bucket is not published while its value is 0.
+        assert "pooling_request_inputs_bucket/1" not in values
         assert values["pooling_request_inputs_bucket/2"] == 1
         assert values["pooling_request_prompt_tokens_sum"] == 4
         phases = ("queue_time", "compute_time")

@@ -1,7 +1,8 @@
 """A child process that follows the instructions of a test. It imports neither torch nor numpy.
 
-The setting "loading" determines the result of loading: "" succeeds, and "fails", "hangs" and "dies"
-do what they say. The setting "flag" is the path of a file. While the file exists, loading fails.
+The setting "loading" determines what happens while the process loads: "fails" raises an error,
+"hangs" sleeps, "dies" ends the process, and without this setting, loading succeeds. The setting
+"flag" is the path of a file. While the file exists, loading fails.
 """
 
 import os

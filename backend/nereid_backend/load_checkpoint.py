@@ -25,7 +25,11 @@ from nereid_backend.checkpoints.load_model import (
     model_class,
     takes_attention_by_name,
 )
-from nereid_backend.checkpoints.safetensors_files import check_read_permission, open_tensors
+from nereid_backend.checkpoints.safetensors_files import (
+    check_read_permission,
+    describe_adapter,
+    open_tensors,
+)
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from nereid_backend.linear.lora_layers import LoraLayers
 from nereid_backend.linear.prepack import has_fast_bfloat16
@@ -194,10 +198,7 @@ def check_files(folder: Path) -> None:
         )
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            raise ModelError(
-                f"{folder} is a LoRA adapter. Set model to the adapter's base model, and set "
-                f"lora_adapters to name={folder}."
-            )
+            raise ModelError(describe_adapter(folder))
         remedy = "Set model to the folder of a Hugging Face checkpoint."
         gguf_file = next(iter(sorted(folder.glob("*.gguf"))), None)
         if gguf_file is not None:

@@ -19,13 +19,24 @@ from nereid_backend.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 USUAL_FILE = "model.safetensors"
-# The program that converts a checkpoint from pickle files to safetensors files. The argument of the
-# program is the folder of the checkpoint.
+# The weights of a LoRA adapter. Some programs write them beside the files of the model.
+_ADAPTER_FILE = "adapter_model.safetensors"
+# The program that converts pickle files to safetensors files in the same folder. Its arguments are
+# the pickle files. With weights_only=True, torch runs no code of the files. The copies are
+# necessary because a safetensors file must not contain tensors that share memory.
 _CONVERSION_CODE = (
-    "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-    "p = sys.argv[1]; "
-    "M.from_pretrained(p, dtype='auto').save_pretrained(p + '-safetensors'); "
-    "T.from_pretrained(p).save_pretrained(p + '-safetensors')"
+    "import sys, torch; from pathlib import Path; from safetensors.torch import save_file; "
+    "[save_file({n: t.contiguous().clone() for n, t in "
+    "torch.load(f, map_location='cpu', weights_only=True).items()}, "
+    "Path(f).with_suffix('.safetensors'), {'format': 'pt'}) for f in sys.argv[1:]]"
+)
+# transformers writes weights into pickle files with such names.
+_USUAL_PICKLE_FILES = "pytorch_model*.bin"
+# The names of pickle files that contain no weights begin with these texts. Programs for training
+# write such files.
+_TRAINING_FILES = (
+    *("training_args", "optimizer", "scheduler"),
+    *("rng_state", "random_states", "scaler"),
 )
 # Maps a data type of safetensors to the size of one number in bytes. `StoredTensor.number_bytes`
 # computes the sizes for all other data types.
@@ -211,7 +222,11 @@ def _files_without_index(folder: Path) -> list[Path]:
     if usual_file.is_file():
         return [usual_file]
     # In the cache of the Hub, a file is a link, whose target may be missing.
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    files = sorted(
+        file
+        for file in folder.glob("*.safetensors")
+        if file.is_file() and file.name != _ADAPTER_FILE
+    )
     if not files:
         raise ModelError(f"{folder} has no .safetensors files. {_describe_remedy(folder)}")
     return files
@@ -220,15 +235,38 @@ def _files_without_index(folder: Path) -> list[Path]:
 def _describe_remedy(folder: Path) -> str:
     """Return a text that explains how to get safetensors files for the folder.
 
-    If the folder contains pickle files, the text contains a command that converts the checkpoint.
+    If the folder contains pickle files, the text contains a command that converts them.
     """
-    pickle_files = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-    if not pickle_files:
+    if (folder / _ADAPTER_FILE).is_file():
+        return describe_adapter(folder)
+    files = _pickle_files(folder)
+    if not files:
         return "Download the checkpoint's .safetensors files."
+    arguments = shlex.join(map(str, files))
+    if files[0].match(_USUAL_PICKLE_FILES):  # a pattern is shorter than the names of many files
+        arguments = f"{shlex.quote(str(folder))}/{_USUAL_PICKLE_FILES}"
     return (
-        f"{pickle_files[0].name} is a pickle file, which can run code when it is loaded. If you "
-        "trust its author, convert the checkpoint with this command, and set model to the new "
-        f'folder: python -c "{_CONVERSION_CODE}" {shlex.quote(str(folder))}'
+        f"{files[0].name} is a pickle file, which can run code when it is loaded. Convert the "
+        "weights to safetensors files with this command, which runs no code of the checkpoint: "
+        f'python -c "{_CONVERSION_CODE}" {arguments}'
+    )
+
+
+def _pickle_files(folder: Path) -> list[Path]:
+    """Return the pickle files in a folder that may contain the weights of a model."""
+    usual_files = sorted(folder.glob(_USUAL_PICKLE_FILES))
+    if usual_files:
+        return usual_files
+    files = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    return [file for file in files if not file.name.startswith(_TRAINING_FILES)]
+
+
+def describe_adapter(folder: Path) -> str:
+    """Return a text that explains how to use a folder that contains only a LoRA adapter."""
+    return (
+        f"{folder} is a LoRA adapter. For a language model, set model to the adapter's base model, "
+        f"and set lora_adapters to name={folder}. For an embedding model or a reranker, merge the "
+        "adapter into the base model."
     )
 
 

@@ -6,6 +6,7 @@ Each check raises a CliError if it fails.
 import errno
 import importlib.util
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -128,19 +129,39 @@ def _check_checkpoint(path: Path) -> None:
 def _check_checkpoint_files(folder: Path) -> None:
     """Check that a folder contains the files of a checkpoint, and that the files are complete."""
     if not (folder / "config.json").is_file():
-        raise CliError(
-            f"the folder {folder} has no config.json. Give the folder of a Hugging Face checkpoint."
-        )
+        folder = _folder_of_first_module(folder)
+    if not (folder / "config.json").is_file():
+        remedy = "Give the folder of a Hugging Face checkpoint."
+        if (folder / "adapter_config.json").is_file():
+            remedy = (
+                "It is a LoRA adapter. Give the folder of its base model, and add the adapter of a "
+                f"language model with --lora NAME={folder}."
+            )
+        raise CliError(f"the folder {folder} has no config.json. {remedy}")
     if not any(folder.glob("*.safetensors")):
         raise CliError(
-            f"the folder {folder} has no *.safetensors file. Load the model with "
-            "transformers and call its method save_pretrained, which writes such files."
+            f"the folder {folder} has no *.safetensors file. If it has pickle files, such as "
+            f"pytorch_model.bin, then `nereid doctor {shlex.quote(str(folder))}` prints a command "
+            "that converts them."
         )
     for name in _JSON_FILES:
         _check_json(folder / name)
     damage = weight_files.find_damage(folder)
     if damage:
         raise CliError(damage)
+
+
+def _folder_of_first_module(folder: Path) -> Path:
+    """Return the folder of the transformers model in a checkpoint of sentence-transformers.
+
+    Some checkpoints have a subfolder, such as 0_Transformer, which modules.json names. If there is
+    no such file, return `folder`. The backend reports a damaged modules.json.
+    """
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        return folder / str(min(modules, key=lambda module: module["idx"])["path"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return folder
 
 
 def _check_json(path: Path) -> None:

@@ -56,8 +56,17 @@ def test_a_checkpoint_without_safetensors_says_how_to_get_them(copy):
     (copy / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no \.safetensors files\. Download"):
         open_engine(copy)
+    (copy / "training_args.bin").touch()
+    with pytest.raises(ModelError, match=r"no \.safetensors files\. Download"):
+        open_engine(copy)
     (copy / "pytorch_model.bin").touch()
     with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pickle file.*this command"):
+        open_engine(copy)
+
+
+def test_a_folder_with_only_the_weights_of_an_adapter_is_called_an_adapter(copy):
+    (copy / "model.safetensors").rename(copy / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"copy is a LoRA adapter\. For a language model, set"):
         open_engine(copy)
 
 

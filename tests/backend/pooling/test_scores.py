@@ -2,6 +2,9 @@
 
 import json
 import random
+import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from nereid_backend import ConfigError, ModelError, RequestError, Reranker
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
+from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
@@ -72,6 +76,23 @@ def test_the_activation_is_the_one_that_the_checkpoint_names(encoder_of, pairs, 
     assert reranker.info.activation == "none"
     wanted = CrossEncoder(str(folder), device="cpu").predict(pairs)
     np.testing.assert_allclose(reranker.score(pairs), wanted, rtol=0, atol=1e-5)
+
+
+def test_the_command_in_the_error_converts_the_pickle_files_of_a_reranker(
+    encoder_of, pairs, tmp_path
+):
+    folder = str(copy_of(encoder_of("bert", "sequence", num_labels=1), tmp_path))
+    expected = Reranker(folder, num_threads=1).score(pairs)
+    weights = load_file(tmp_path / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="this command") as caught:
+        Reranker(folder)
+    arguments = shlex.split(str(caught.value).partition("checkpoint: ")[2])
+    files = map(str, tmp_path.glob("pytorch_model*.bin"))
+    assert arguments[-1] == f"{folder}/pytorch_model*.bin"
+    subprocess.run([sys.executable, *arguments[1:-1], *files], check=True)
+    np.testing.assert_array_equal(Reranker(folder, num_threads=1).score(pairs), expected)
 
 
 def test_a_classifier_gives_the_probabilities_of_its_labels(encoder_of, pairs):

@@ -51,7 +51,7 @@ def test_a_gguf_file_is_described(tmp_path):
 def test_a_damaged_checkpoint_is_a_failed_check(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     [finding] = describe(str(tmp_path))
-    assert "is a LoRA adapter. Set model to the adapter's base model" in finding["finding"]
+    assert "is a LoRA adapter. For a language model, set model to" in finding["finding"]
     (tmp_path / "config.json").write_text("{}")
     [finding] = describe(str(tmp_path))
     assert not finding["ok"]

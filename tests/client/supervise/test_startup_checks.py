@@ -3,6 +3,7 @@
 The command prints one line and ends with exit code 2.
 """
 
+import json
 import socket
 from pathlib import Path
 
@@ -47,12 +48,27 @@ def test_a_file_is_not_a_checkpoint(checkpoint):
 
 @pytest.mark.parametrize(
     ("missing", "message"),
-    [("config.json", "has no config.json"), ("model.safetensors", "save_pretrained")],
+    [("config.json", "has no config.json"), ("model.safetensors", "`nereid doctor .*` prints")],
 )
 def test_an_incomplete_folder_is_not_a_checkpoint(checkpoint, missing, message):
     (checkpoint / missing).unlink()
     with pytest.raises(CliError, match=message):
         checks.check_checkpoint(checkpoint)
+
+
+def test_the_transformers_model_may_be_in_a_subfolder_that_modules_json_names(checkpoint, tmp_path):
+    modules = [{"idx": 1, "path": "1_Pooling"}, {"idx": 0, "path": checkpoint.name}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    checks.check_checkpoint(tmp_path)
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CliError, match=r"checkpoint/model\.safetensors"):
+        checks.check_checkpoint(tmp_path)
+
+
+def test_a_lora_adapter_is_called_an_adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CliError, match=rf"LoRA adapter\. .* with --lora NAME={tmp_path}"):
+        checks.check_checkpoint(tmp_path)
 
 
 DEMO = Path(__file__).resolve().parents[3] / "demo"

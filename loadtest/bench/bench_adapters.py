@@ -10,13 +10,14 @@ tokens for each second of CPU time, and the median and the range of the loss ove
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
@@ -25,32 +26,36 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from loadtest import command_line
-from loadtest.bench.bench import SHAPES, make_checkpoint
-from loadtest.bench.markdown_table import table
+from loadtest.bench.markdown_table import print_table
+from loadtest.bench.random_models import SHAPES, make_checkpoint
+from loadtest.bench.random_prompts import random_prompt
+
+# The standard deviation of the weights of adapters.
+_WEIGHT_DEVIATION = 0.02
+
+
+class Speeds(NamedTuple):
+    """The tokens per second of CPU time without adapters and with adapters, in one round."""
+
+    plain: float
+    adapted: float
 
 
 def main() -> None:
     """Measure all models, and print a table."""
     args = arguments().parse_args()
+    print(
+        f"Batches of {args.batch} requests, {args.adapters} adapters of rank {args.rank}, "
+        f"{args.dtype}, compile_forward={args.compile}, {args.threads} threads.\n"
+    )
     with tempfile.TemporaryDirectory(prefix="nereid-adapters-") as temporary:
         models = [Path(model) for model in args.models]
         for shape in args.shapes:
             models.append(Path(temporary) / shape)
             make_checkpoint(models[-1], shape, args.dtype)
-        rows = []
-        for number, model in enumerate(models):
-            folders = [Path(temporary) / f"{number}-{index}" for index in range(args.adapters)]
-            for seed, folder in enumerate(folders):
-                write_adapter(folder, model, args.rank, seed)
-            rows.append(measure_model(model, folders, args))
-            print(rows[-1], file=sys.stderr, flush=True)
-    names = ["model", "tokens/CPU s", "with adapters", "loss", "range of the loss"]
-    print(
-        f"\nBatches of {args.batch} requests, {args.adapters} adapters of rank {args.rank}, "
-        f"{args.dtype}, compile_forward={args.compile}, weight_dtype={args.weight_dtype}, "
-        f"{args.threads} threads.\n"
-    )
-    print(table(names, rows))
+        rows = (measure_model(model, args) for model in models)
+        head = ["model", "tokens/CPU s", "with adapters", "loss", "range of the loss"]
+        print_table(head, rows)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -60,7 +65,6 @@ def arguments() -> argparse.ArgumentParser:
     add("--models", nargs="*", default=[], help="folders of checkpoints")
     add("--shapes", nargs="*", default=[], choices=sorted(SHAPES), help="random models")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="dtype of the model")
-    add("--weight-dtype", default="auto", choices=["auto", "int8", "int4"], help="rounded weights")
     add("--batch", type=int, default=16, help="number of requests")
     add("--adapters", type=int, default=4, help="number of adapters")
     add("--rank", type=int, default=8, help="rank of the adapters")
@@ -70,6 +74,45 @@ def arguments() -> argparse.ArgumentParser:
     add("--threads", type=int, default=1, help="number of threads")
     add("--compile", action="store_true", help="compile the forward pass before the measurement")
     return parser
+
+
+def measure_model(model: Path, args: argparse.Namespace) -> list[str]:
+    """Return the row of the table for one model."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory(prefix="nereid-adapters-") as folder:
+        engine = open_engine(model, Path(folder), args)
+        speeds = []
+        for _ in range(1 + args.rounds):
+            plain = decode_speed(engine, rng, [""], args)
+            speeds.append(Speeds(plain, decode_speed(engine, rng, engine.lora_names, args)))
+        engine.close()
+    del speeds[0]  # The first round includes work that happens once.
+    losses = [1 - speed.adapted / speed.plain for speed in speeds]
+    return [
+        model.name,
+        f"{statistics.median(speed.plain for speed in speeds):.0f}",
+        f"{statistics.median(speed.adapted for speed in speeds):.0f}",
+        f"{statistics.median(losses):.1%}",
+        f"{min(losses):.1%} to {max(losses):.1%}",
+    ]
+
+
+def open_engine(model: Path, folder: Path, args: argparse.Namespace) -> Engine:
+    """Return an engine with random adapters, which this function writes into `folder`."""
+    adapters = {}
+    for number in range(args.adapters):
+        path = folder / str(number)
+        write_adapter(path, model, args.rank, seed=number)
+        adapters[path.name] = str(path)
+    config = EngineConfig(
+        str(model),
+        dtype=args.dtype,
+        num_threads=args.threads,
+        compile_forward=args.compile,
+        num_speculative_tokens=0,
+        lora_adapters=adapters,
+    )
+    return Engine(config)
 
 
 def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> None:
@@ -82,7 +125,7 @@ def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> None:
         if isinstance(layer, nn.Linear) and layer is not skeleton.get_output_embeddings():
             shapes = {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}
             for letter, shape in shapes.items():
-                matrix = torch.randn(shape, generator=generator) * 0.02
+                matrix = torch.randn(shape, generator=generator) * _WEIGHT_DEVIATION
                 tensors[f"base_model.model.{name}.lora_{letter}.weight"] = matrix
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -90,60 +133,32 @@ def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def measure_model(model: Path, folders: list[Path], args: argparse.Namespace) -> list[str]:
-    """Return the row of the table for one model."""
-    config = EngineConfig(
-        str(model),
-        dtype=args.dtype,
-        weight_dtype=args.weight_dtype,
-        num_threads=args.threads,
-        compile_forward=args.compile,
-        num_speculative_tokens=0,
-        lora_adapters={folder.name: str(folder) for folder in folders},
-    )
-    engine = Engine(config)
-    rng = random.Random(0)
-    rates: list[list[float]] = []
-    for _ in range(args.rounds + 1):
-        without = decode_rate(engine, rng, [""], args)
-        rates.append([without, decode_rate(engine, rng, engine.lora_names, args)])
-    engine.close()
-    del rates[0]  # The first round includes work that happens once.
-    losses = [1 - adapted / plain for plain, adapted in rates]
-    speeds = [f"{statistics.median(column):.0f}" for column in zip(*rates, strict=True)]
-    span = f"{min(losses):.1%} to {max(losses):.1%}"
-    return [model.name, *speeds, f"{statistics.median(losses):.1%}", span]
-
-
-def decode_rate(
-    engine: Engine, rng: random.Random, names: list[str], args: argparse.Namespace
+def decode_speed(
+    engine: Engine, rng: random.Random, adapters: list[str], args: argparse.Namespace
 ) -> float:
     """Measure decode steps that contain all requests. Return the tokens per second of CPU time.
 
     Args:
         engine: the engine.
         rng: the source of random prompts.
-        names: the names of the adapters. The requests use the adapters in turn. "" means no
+        adapters: the names of the adapters. The requests use the adapters in turn. "" means no
             adapter.
         args: the command line.
     """
-    for number in range(args.batch):
-        prompt = [rng.randrange(3, engine.info.vocab_size) for _ in range(args.context)]
+    for number, adapter in zip(range(args.batch), itertools.cycle(adapters), strict=False):
         params = SamplingParams(
-            temperature=0.0,
-            max_tokens=args.answer,
-            ignore_eos=True,
-            lora_name=names[number % len(names)],
+            temperature=0.0, max_tokens=args.answer, ignore_eos=True, lora_name=adapter
         )
+        prompt = random_prompt(rng, engine.info.vocab_size, args.context)
         engine.add_request(str(number), prompt, params)
-    times = []
+    full_steps = []
     while engine.has_work():
         started = time.process_time()
         updates = engine.step()
         if len(updates) == args.batch:
-            times.append(time.process_time() - started)
-    # The first step computes prompts.
-    return args.batch * len(times[1:]) / sum(times[1:])
+            full_steps.append(time.process_time() - started)
+    del full_steps[0]  # The first step computes prompts.
+    return float(args.batch * len(full_steps) / sum(full_steps))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m loadtest.bench.bench_loading --shapes 0.1b wide --kinds bfloat16 int4
 
-The shape "wide" has 0.6 GiB of bfloat16 weights in four layers. With "int4" and "int8", the weights
+The shape "wide" has 0.6 GiB of bfloat16 weights in two layers. With "int4" and "int8", the weights
 are rounded while they are read, as if the unrounded weights did not fit into the memory.
 
 A child process loads the model, and this process reads the anonymous memory of the child every
@@ -15,14 +15,16 @@ import select
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from typing import NamedTuple
 
 from loadtest import command_line
-from loadtest.bench.bench import SHAPES, make_checkpoint
-from loadtest.bench.markdown_table import table
+from loadtest.bench.markdown_table import print_table
+from loadtest.bench.random_models import SHAPES, make_checkpoint
 
+# The seconds between two readings of the child's memory.
+_INTERVAL_S = 0.001
 # The child waits for a line on its standard input before it loads the model, and before it ends.
 _CHILD = """
 import sys
@@ -43,49 +45,44 @@ checkpoint = load_weights.load_weights(config, torch.device("cpu"), hook, lambda
 print("loaded", flush=True)
 input()
 """
-_MIB = 2**20
+
+
+class LoadedMemory(NamedTuple):
+    """The anonymous memory of a process, without the memory that the process had before loading.
+
+    Attributes:
+        peak_bytes: the largest memory while the process loads a model.
+        final_bytes: the memory after loading.
+    """
+
+    peak_bytes: int
+    final_bytes: int
 
 
 def main() -> None:
     """Measure all models, and print a table."""
     parser = command_line.parser(__doc__)
     add = parser.add_argument
-    add("--shapes", nargs="*", default=["0.1b"], choices=[*SHAPES, "wide"], help="models")
+    add("--shapes", nargs="*", default=["0.1b"], choices=SHAPES, help="models")
     add("--kinds", nargs="*", default=["bfloat16", "int4"], choices=["bfloat16", "int8", "int4"])
     args = parser.parse_args()
-    rows = []
     with tempfile.TemporaryDirectory(prefix="nereid-loading-") as temporary:
-        for shape in args.shapes:
-            folder = Path(temporary) / shape
-            if shape == "wide":
-                make_wide_checkpoint(folder)
-            else:
-                make_checkpoint(folder, shape, "bfloat16")
-            for kind in args.kinds:
-                peak, final = measure(folder, kind)
-                sizes = [f"{peak / _MIB:.0f}", f"{final / _MIB:.0f}"]
-                rows.append([shape, kind, *sizes, f"{peak / final:.2f}"])
-                print(rows[-1], file=sys.stderr, flush=True)
-    print(table(["model", "weights", "peak, MiB", "loaded, MiB", "ratio"], rows))
+        rows = measured_rows(args.shapes, args.kinds, Path(temporary))
+        print_table(["model", "weights", "peak, MiB", "loaded, MiB", "ratio"], rows)
 
 
-def make_wide_checkpoint(folder: Path) -> None:
-    """Save a Qwen3 model with four wide layers and a small vocabulary."""
-    config = Qwen3Config(
-        vocab_size=2048,
-        hidden_size=3072,
-        intermediate_size=12288,
-        num_hidden_layers=2,
-        num_attention_heads=24,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+def measured_rows(shapes: list[str], kinds: list[str], folder: Path) -> Iterator[list[str]]:
+    """Yield the row of the table for each shape of the model and each kind of weights."""
+    for shape in shapes:
+        make_checkpoint(folder / shape, shape, "bfloat16")
+        for kind in kinds:
+            memory = measure(folder / shape, kind)
+            sizes = [f"{num_bytes / 2**20:.0f}" for num_bytes in memory]
+            yield [shape, kind, *sizes, f"{memory.peak_bytes / memory.final_bytes:.2f}"]
 
 
-def measure(folder: Path, kind: str) -> tuple[int, int]:
-    """Load a model in a child process. Return the child's peak and final memory in bytes."""
+def measure(folder: Path, kind: str) -> LoadedMemory:
+    """Load a model in a child process, and return the memory of the child."""
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(folder), kind],
         stdin=subprocess.PIPE,
@@ -96,10 +93,10 @@ def measure(folder: Path, kind: str) -> tuple[int, int]:
     assert child.stdin is not None
     assert child.stdout is not None
     try:
-        child.stdout.readline()
+        child.stdout.readline()  # "ready"
         before = peak = anonymous_bytes(child.pid)
         print("load", file=child.stdin, flush=True)
-        while not select.select([child.stdout], [], [], 0.001)[0]:
+        while not select.select([child.stdout], [], [], _INTERVAL_S)[0]:
             peak = max(peak, anonymous_bytes(child.pid))
         if "loaded" not in child.stdout.readline():
             raise RuntimeError(f"the model {folder.name} could not be loaded")
@@ -108,14 +105,15 @@ def measure(folder: Path, kind: str) -> tuple[int, int]:
         child.wait(60)
     finally:
         child.kill()
-    return peak - before, final - before
+    return LoadedMemory(peak - before, final - before)
 
 
 def anonymous_bytes(pid: int) -> int:
     """Return the resident anonymous memory of a process in bytes."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    status = Path(f"/proc/{pid}/status").read_text()
+    match = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 if __name__ == "__main__":

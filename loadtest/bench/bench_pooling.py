@@ -43,7 +43,7 @@ from transformers import (
 from transformers.utils import logging
 
 from loadtest import command_line
-from loadtest.bench.bench import OPENVINO_PYTHON
+from loadtest.bench.contestants import OPENVINO_PYTHON
 from loadtest.server.served import Served
 
 _PAUSE = 2.0

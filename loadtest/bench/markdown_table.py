@@ -1,15 +1,34 @@
 """Markdown tables for reports."""
 
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table with one header row and aligned columns."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(3, *(len(line[at]) for line in lines)) for at in range(len(head))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    body = list(rows)
+    # Markdown requires at least three dashes below each header.
+    widths = [max(3, *map(len, column)) for column in zip(head, *body, strict=True)]
+    rule = ["-" * width for width in widths]
+    lines = [map(str.ljust, cells, widths) for cells in (head, rule, *body)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a Markdown table. Before it, print each row as a line of progress to standard error.
+
+    Args:
+        head: the header of each column.
+        rows: the rows. If a generator measures them, a line appears after each measurement.
+    """
+
+    def shown() -> Iterator[Sequence[str]]:
+        for row in rows:
+            print(row, file=sys.stderr, flush=True)
+            yield row
+
+    print(table(head, shown()))
 
 
 def short(message: str) -> str:

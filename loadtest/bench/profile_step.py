@@ -19,8 +19,8 @@ from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.cpu_library import KernelTimes
 
 from loadtest import command_line
-from loadtest.bench.bench import SHAPES, make_checkpoint
 from loadtest.bench.markdown_table import table
+from loadtest.bench.random_models import SHAPES, make_checkpoint
 
 PARTS = ("linear layers", "attention", "rest of the model", "sampling", "batch", "plan and commit")
 

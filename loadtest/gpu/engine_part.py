@@ -31,10 +31,10 @@ from nereid_backend.model import load_weights
 from torch.profiler import ProfilerActivity, profile
 
 from loadtest import command_line
-from loadtest.bench.bench import SHAPES
+from loadtest.bench.random_models import SHAPES
 from loadtest.gpu.lines import LogLines, Rank, emit, report_progress
 from loadtest.gpu.random_engine import random_engine, random_model
-from loadtest.peers.nereid import StepTimes
+from loadtest.gpu.step_times import StepTimes
 
 IS_REHEARSAL = bool(os.environ.get("NEREID_REHEARSE"))
 # The number of kernels that a profile shows. The kernels with the longest times are shown.

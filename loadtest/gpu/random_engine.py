@@ -17,7 +17,7 @@ from nereid_backend.model import load_weights
 from nereid_backend.model.fused_norms import fuse_norms
 from transformers import Qwen3ForCausalLM
 
-from loadtest.bench.bench import config_of
+from loadtest.bench.random_models import config_of
 
 
 def random_engine(
@@ -33,7 +33,7 @@ def random_engine(
 
     Args:
         folder: an empty folder, in which the configuration of the model is stored.
-        shape: the shape of the model, a key of `SHAPES` in loadtest/bench/bench.py.
+        shape: the shape of the model, a key of `SHAPES` in loadtest/bench/random_models.py.
         dtype: the data type of the weights.
         progress: receives the engine's lines about the load.
         fused_norms: whether torch's fused function computes the RMSNorm modules.

@@ -1,6 +1,6 @@
 """OpenVINO and onnxruntime as compared embedders, for `bench_pooling`.
 
-The program runs in the environment of `make bench-peers`. Its argument is a JSON object. The
+The program runs in the environment of `make bench-peers`. Its argument is a `Job` as JSON. The
 program prints "ready". Each line on its standard input is a batch size. For each line, the program
 encodes all texts in batches of this size and prints "done".
 """
@@ -8,8 +8,8 @@ encodes all texts in batches of this size and prints "done".
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,27 +23,49 @@ Inputs = dict[str, np.ndarray]
 Forward = Callable[[Inputs], np.ndarray]
 
 
+@dataclass(frozen=True)
+class Job:
+    """The work of this program.
+
+    Attributes:
+        kind: the library and the dtype, such as "OpenVINO int8", or "onnxruntime".
+        checkpoint: the folder of the model.
+        texts: a JSON file with a list of texts.
+        threads: the number of threads.
+    """
+
+    kind: str
+    checkpoint: str
+    texts: str
+    threads: int
+
+
 def main() -> None:
     """Load the model, and encode the texts whenever a line arrives on the standard input."""
-    job: dict[str, Any] = json.loads(sys.argv[1])
-    texts: list[str] = json.loads(Path(job["texts"]).read_text())
-    tokenizer = AutoTokenizer.from_pretrained(job["checkpoint"])
-    model = Encoder(AutoModel.from_pretrained(job["checkpoint"], dtype=torch.float32)).eval()
+    job = Job(**json.loads(sys.argv[1]))
+    texts: list[str] = json.loads(Path(job.texts).read_text())
     texts.sort(key=len)
+    tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
+    model = Encoder(AutoModel.from_pretrained(job.checkpoint, dtype=torch.float32)).eval()
 
     def batches(size: int) -> list[Inputs]:
         pieces = [texts[start : start + size] for start in range(0, len(texts), size)]
         return [dict(tokenizer(piece, padding=True, return_tensors="np")) for piece in pieces]
 
     samples = batches(_CALIBRATION_BATCH_SIZE)[:_NUM_CALIBRATION_BATCHES]
-    load = load_onnxruntime if job["kind"] == "onnxruntime" else load_openvino
+    load = load_onnxruntime if job.kind == "onnxruntime" else load_openvino
     forward = load(model, samples, job)
     print("ready", flush=True)
     for line in sys.stdin:
-        for inputs in batches(int(line)):
-            mask = inputs["attention_mask"][..., None]
-            (forward(inputs) * mask).sum(1) / mask.sum(1)
+        for inputs in batches(size=int(line)):
+            mean_pooled(forward(inputs), inputs["attention_mask"])
         print("done", flush=True)
+
+
+def mean_pooled(hidden_states: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the mean hidden state of each text's tokens, without padding."""
+    weights = mask[..., None]
+    return (hidden_states * weights).sum(1) / weights.sum(1)
 
 
 class Encoder(torch.nn.Module):
@@ -73,7 +95,7 @@ class Encoder(torch.nn.Module):
         return outputs.last_hidden_state
 
 
-def load_openvino(model: Encoder, samples: list[Inputs], job: dict[str, Any]) -> Forward:
+def load_openvino(model: Encoder, samples: list[Inputs], job: Job) -> Forward:
     """Convert the model to OpenVINO, and return its forward pass.
 
     With the kind "OpenVINO int8", weights and activations have 8 bits. The converted model is kept
@@ -81,33 +103,36 @@ def load_openvino(model: Encoder, samples: list[Inputs], job: dict[str, Any]) ->
     """
     import openvino
 
-    has_8_bits = job["kind"] == "OpenVINO int8"
-    file = Path(job["checkpoint"], "openvino-int8.xml" if has_8_bits else "openvino.xml")
+    has_8_bits = job.kind == "OpenVINO int8"
+    file = Path(job.checkpoint, "openvino-int8.xml" if has_8_bits else "openvino.xml")
     if not file.exists():
-        import nncf
-
         example = {name: torch.from_numpy(values) for name, values in samples[0].items()}
         converted = openvino.convert_model(model, example_input=example)
         if has_8_bits:
-            dataset = nncf.Dataset(samples)
-            kind = nncf.ModelType.TRANSFORMER
-            converted = nncf.quantize(converted, dataset, model_type=kind)
+            converted = rounded_to_8_bits(converted, samples)
         openvino.save_model(converted, file, compress_to_fp16=False)
-    settings = {"INFERENCE_NUM_THREADS": job["threads"], "PERFORMANCE_HINT": "LATENCY"}
+    settings = {"INFERENCE_NUM_THREADS": job.threads, "PERFORMANCE_HINT": "LATENCY"}
     if not has_8_bits:
-        settings["INFERENCE_PRECISION_HINT"] = _PRECISIONS[job["kind"]]
+        settings["INFERENCE_PRECISION_HINT"] = _PRECISIONS[job.kind]
     compiled = openvino.Core().compile_model(file, "CPU", settings)
     return lambda inputs: compiled(inputs)[0]
 
 
-def load_onnxruntime(model: Encoder, samples: list[Inputs], job: dict[str, Any]) -> Forward:
+def rounded_to_8_bits(model: object, samples: list[Inputs]) -> object:
+    """Return an OpenVINO model with 8-bit weights and activations, whose ranges `samples` show."""
+    import nncf
+
+    return nncf.quantize(model, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER)
+
+
+def load_onnxruntime(model: Encoder, samples: list[Inputs], job: Job) -> Forward:
     """Export the model to ONNX, and return its forward pass in float32 with onnxruntime.
 
     The exported model is kept in the folder of the checkpoint.
     """
     import onnxruntime
 
-    file = Path(job["checkpoint"], "model.onnx")
+    file = Path(job.checkpoint, "model.onnx")
     if not file.exists():
         names = list(samples[0])
         torch.onnx.export(
@@ -120,7 +145,7 @@ def load_onnxruntime(model: Encoder, samples: list[Inputs], job: dict[str, Any])
             dynamo=False,
         )
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = job["threads"]
+    options.intra_op_num_threads = job.threads
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     return lambda inputs: session.run(["hidden"], inputs)[0]
 

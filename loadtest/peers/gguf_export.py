@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import llama_cpp
@@ -20,6 +22,7 @@ import numpy as np
 # A safetensors file begins with this number of bytes. They contain the length of the JSON header as
 # a little-endian uint64.
 _HEADER_LENGTH_BYTES = 8
+_ARCHITECTURE = "qwen3"
 
 
 def export(checkpoint: Path, file: Path, dtype: str) -> None:
@@ -36,7 +39,26 @@ def export(checkpoint: Path, file: Path, dtype: str) -> None:
             bfloat16.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, "qwen3")
+    writer = gguf.GGUFWriter(file, _ARCHITECTURE)
+    add_metadata(writer, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    for name, tensor in read_safetensors(checkpoint / "model.safetensors"):
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise ValueError(f"llama.cpp's {_ARCHITECTURE} has no tensor for the weight {name}")
+        if tensor.ndim > 1 and dtype == "bfloat16":
+            words = to_bfloat16(tensor).view(np.uint8)
+            writer.add_tensor(target, words, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(target, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add the sizes of a model to a GGUF file. `config` is the content of config.json."""
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -49,42 +71,25 @@ def export(checkpoint: Path, file: Path, dtype: str) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
-    for name, tensor in read_safetensors(checkpoint / "model.safetensors"):
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if target is None:
-            architecture = gguf.MODEL_ARCH.QWEN3.name
-            raise ValueError(f"llama.cpp's {architecture} has no tensor for the weight {name}")
-        if tensor.ndim > 1 and dtype == "bfloat16":
-            writer.add_tensor(
-                target, to_bfloat16(tensor).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16
-            )
-        else:
-            writer.add_tensor(target, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
-def read_safetensors(path: Path) -> list[tuple[str, np.ndarray]]:
-    """Return the names and values of all tensors in a file, converted to float32.
+def read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the names and values of all tensors in a file, converted to float32.
+
+    numpy has no bfloat16, so the library safetensors cannot read such tensors without torch.
 
     Raises:
         ValueError: a tensor has another dtype than float32 and bfloat16.
     """
-    data = path.read_bytes()
-    length = int.from_bytes(data[:_HEADER_LENGTH_BYTES], "little")
-    header = json.loads(data[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + length])
-    base, tensors = _HEADER_LENGTH_BYTES + length, []
+    content = path.read_bytes()
+    header_end = _HEADER_LENGTH_BYTES + int.from_bytes(content[:_HEADER_LENGTH_BYTES], "little")
+    header = json.loads(content[_HEADER_LENGTH_BYTES:header_end])
+    header.pop("__metadata__", None)
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         start, end = entry["data_offsets"]
-        raw = data[base + start : base + end]
+        raw = content[header_end + start : header_end + end]
         if entry["dtype"] == "BF16":
-            words = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
-            values = words.view(np.float32)
+            values = from_bfloat16(np.frombuffer(raw, np.uint16))
         elif entry["dtype"] == "F32":
             values = np.frombuffer(raw, np.float32)
         else:
@@ -92,14 +97,24 @@ def read_safetensors(path: Path) -> list[tuple[str, np.ndarray]]:
                 f"the tensor {name} has the dtype {entry['dtype']}, which cannot be exported; save "
                 "the checkpoint as float32 or bfloat16"
             )
-        tensors.append((name, values.reshape(entry["shape"])))
-    return tensors
+        yield name, values.reshape(entry["shape"])
+
+
+def from_bfloat16(words: np.ndarray) -> np.ndarray:
+    """Convert the bit patterns of bfloat16 to float32.
+
+    A bfloat16 number consists of the upper 16 bits of a float32 number.
+    """
+    return (words.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """Convert float32 to the bit patterns of bfloat16, rounded to the nearest even number."""
     words = np.ascontiguousarray(values).view(np.uint32)
-    return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
+    is_odd = (words >> 16) & 1
+    # The sum carries into the upper 16 bits if the lower ones are more than half, or if they are
+    # half and the upper ones are odd.
+    return ((words + 0x7FFF + is_odd) >> 16).astype(np.uint16)
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:

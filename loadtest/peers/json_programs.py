@@ -13,6 +13,8 @@ Report = dict[str, Any]
 
 # Seconds that a program may take to end after it has printed its result.
 _ENDING_S = 5
+_POLL_S = 0.1
+_MAX_LOG_LINE_LENGTH = 200
 
 
 def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> Report:
@@ -27,43 +29,62 @@ def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> 
         limit_s: seconds until the program must have printed its result.
         environment: the environment variables of the program.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdout=output, stderr=errors, env=environment, start_new_session=True
+            command, stdout=output, stderr=log, env=environment, start_new_session=True
         )
-        found, code = None, None
+        exit_code = None
         try:
-            found = printed(process, output.fileno(), limit_s)
-            if found is not None:
+            report = wait_for_report(process, output.fileno(), limit_s)
+            if report is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_ENDING_S)
-            code = process.poll()
+            exit_code = process.poll()
         finally:
-            # The group must be killed before the process is waited for. Afterwards, another process
-            # group could have the same id.
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if found is not None:
-            return found
-        last = (text_of(errors.fileno()).strip().splitlines() or ["-"])[-1][:200]
-    if code is None:
-        return {"error": f"no result after {limit_s:.0f} s; the last line of its log is: {last}"}
-    return {"error": f"exit code {code}; the last line of its log is: {last}"}
+            kill_group(process)
+        if report is not None:
+            return report
+        reason = (
+            f"no result after {limit_s:.0f} s" if exit_code is None else f"exit code {exit_code}"
+        )
+        return {"error": f"{reason}; the last line of its log is: {last_line(log.fileno())}"}
 
 
-def printed(process: "subprocess.Popen[bytes]", output: int, limit_s: float) -> Report | None:
-    """Wait for the result of a program. Return None if the program prints no result in time."""
+def wait_for_report(
+    process: "subprocess.Popen[bytes]", output: int, limit_s: float
+) -> Report | None:
+    """Wait until a program has printed a JSON object as one line of the file `output`.
+
+    Return None if the program ends or the time limit is over before.
+    """
     end = time.monotonic() + limit_s
     while True:
+        # The output is read after this call, because the program could print the object between.
         has_ended = process.poll() is not None
-        for text in reversed(text_of(output).splitlines(keepends=True)):
-            if text.startswith("{") and text.endswith("}\n"):
-                found: Report = json.loads(text)
-                return found
+        for line in reversed(text_of(output).splitlines(keepends=True)):
+            if line.startswith("{") and line.endswith("}\n"):
+                report: Report = json.loads(line)
+                return report
         if has_ended or time.monotonic() > end:
             return None
-        time.sleep(0.1)
+        time.sleep(_POLL_S)
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process group of a program that still runs.
+
+    The group must be killed before the process is waited for. Afterwards, another process group
+    could have the same id.
+    """
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_line(file: int) -> str:
+    """Return the last line of a log, shortened to 200 characters, or "-" if the log is empty."""
+    lines = text_of(file).strip().splitlines() or ["-"]
+    return lines[-1][:_MAX_LOG_LINE_LENGTH]
 
 
 def text_of(file: int) -> str:

@@ -4,109 +4,145 @@ The program converts the checkpoint to GGUF. It runs in an environment of its ow
 (`make bench-peers`) without torch.
 """
 
-import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp as lib
 import numpy as np
 
-from loadtest.peers.workload import main
+from loadtest.peers.workload import Peer, Prompts, Settings, Workload, main
 
-_BATCH = 512
+_STEP_TOKENS = 512
+# The space of a sequence in the KV cache is rounded up to a multiple of this number of tokens.
+_SPACE_MULTIPLE = 256
+# llama.cpp accepts this number instead of the index of the last row.
+_LAST_ROW = -1
 
 
-class LlamaCpp:
+class Token(NamedTuple):
+    """A token in a batch of llama.cpp.
+
+    Attributes:
+        token_id: the id of the token.
+        position: the position of the token in its sequence.
+        sequence: the number of the sequence.
+        has_logits: whether llama.cpp computes the logits after this token.
+    """
+
+    token_id: int
+    position: int
+    sequence: int
+    has_logits: bool
+
+
+class LlamaCpp(Peer):
     """A llama.cpp model. Each call creates a context with one sequence for each prompt."""
 
-    def __init__(self, path: str, workload: dict[str, Any]) -> None:
-        file = gguf_file(Path(path), workload["dtype"])
+    def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
+        file = gguf_file(Path(path), workload.dtype, settings.get("gguf_type"))
         lib.llama_backend_init()
-        quiet = lib.llama_log_callback(lambda *_: None)
-        lib.llama_log_set(quiet, None)
-        self._quiet = quiet
+        # llama.cpp calls this function during the whole run, so it must not be freed.
+        self._ignore_log = lib.llama_log_callback(lambda *_: None)
+        lib.llama_log_set(self._ignore_log, None)
         self._model = lib.llama_model_load_from_file(
             os.fsencode(file), lib.llama_model_default_params()
         )
         if not self._model:
             raise RuntimeError(f"llama.cpp could not load the model file {file}.")
-        self._threads = workload["threads"]
-        self._vocab_size = workload["vocab_size"]
+        self._threads = workload.threads
+        self._vocab_size = workload.vocab_size
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+    def generate(self, prompts: Prompts, num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
-        with self._context(len(prompts), len(prompts[0]) + num_tokens) as (context, batch):
-            tokens = []
+        prompt_length = len(prompts[0])
+        with self._context(len(prompts), prompt_length + num_tokens) as (context, batch):
+            token_ids = []
             for sequence, prompt in enumerate(prompts):
-                for start in range(0, len(prompt), _BATCH):
-                    piece = prompt[start : start + _BATCH]
-                    is_last = start + _BATCH >= len(prompt)
-                    rows = [
-                        (t, start + i, sequence, is_last and i == len(piece) - 1)
-                        for i, t in enumerate(piece)
-                    ]
-                    self._decode(context, batch, rows)
-                tokens.append(self._most_likely_token(context, -1))
-            for step in range(1, num_tokens):
-                place = len(prompts[0]) + step - 1
-                rows = [(token, place, sequence, True) for sequence, token in enumerate(tokens)]
-                self._decode(context, batch, rows)
-                tokens = [self._most_likely_token(context, row) for row in range(len(prompts))]
+                for tokens in prompt_steps(prompt, sequence):
+                    self._run_step(context, batch, tokens)
+                token_ids.append(self._most_likely_token(context, _LAST_ROW))
+            for position in range(prompt_length, prompt_length + num_tokens - 1):
+                tokens = [
+                    Token(token_id, position, sequence, has_logits=True)
+                    for sequence, token_id in enumerate(token_ids)
+                ]
+                self._run_step(context, batch, tokens)
+                token_ids = [self._most_likely_token(context, row) for row in range(len(prompts))]
 
     @contextmanager
     def _context(self, num_sequences: int, length: int) -> Iterator[tuple[object, Any]]:
         """Yield a context for `num_sequences` sequences of `length` tokens, and an empty batch."""
         params = lib.llama_context_default_params()
-        params.n_ctx = -(-length // 256) * 256 * num_sequences
-        params.n_batch = params.n_ubatch = _BATCH
+        sequence_space = math.ceil(length / _SPACE_MULTIPLE) * _SPACE_MULTIPLE
+        params.n_ctx = sequence_space * num_sequences
+        params.n_batch = params.n_ubatch = _STEP_TOKENS
         params.n_seq_max = num_sequences
         params.n_threads = params.n_threads_batch = self._threads
         context = lib.llama_init_from_model(self._model, params)
-        batch = lib.llama_batch_init(max(_BATCH, num_sequences), 0, 1)
+        batch = lib.llama_batch_init(
+            max(_STEP_TOKENS, num_sequences),
+            0,
+            1,  # no embeddings, one sequence for each token
+        )
         try:
             yield context, batch
         finally:
             lib.llama_batch_free(batch)
             lib.llama_free(context)
 
-    def _decode(
+    def _run_step(
         self,
         context: object,
         batch: Any,  # noqa: ANN401 - a ctypes structure
-        rows: list[tuple[int, int, int, bool]],
+        tokens: Sequence[Token],
     ) -> None:
-        batch.n_tokens = len(rows)
-        for i, (token, place, sequence, wants_logits) in enumerate(rows):
-            batch.token[i] = token
-            batch.pos[i] = place
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = sequence
-            batch.logits[i] = wants_logits
+        """Run the model with these tokens."""
+        batch.n_tokens = len(tokens)
+        for row, token in enumerate(tokens):
+            batch.token[row] = token.token_id
+            batch.pos[row] = token.position
+            batch.n_seq_id[row] = 1
+            batch.seq_id[row][0] = token.sequence
+            batch.logits[row] = token.has_logits
         code = lib.llama_decode(context, batch)
         if code:
             raise RuntimeError(f"llama_decode failed with the error code {code}.")
 
     def _most_likely_token(self, context: object, row: int) -> int:
+        """Return the most likely token after a row of the last step."""
         logits = np.ctypeslib.as_array(
             lib.llama_get_logits_ith(context, row), shape=(self._vocab_size,)
         )
         return int(logits.argmax())
 
 
-def gguf_file(checkpoint: Path, dtype: str) -> Path:
+def prompt_steps(prompt: Sequence[int], sequence: int) -> Iterator[list[Token]]:
+    """Divide a prompt into steps. Only the last token of the prompt needs logits."""
+    tokens = [
+        Token(token_id, position, sequence, has_logits=position == len(prompt) - 1)
+        for position, token_id in enumerate(prompt)
+    ]
+    for start in range(0, len(tokens), _STEP_TOKENS):
+        yield tokens[start : start + _STEP_TOKENS]
+
+
+def gguf_file(checkpoint: Path, dtype: str, gguf_type: str | None) -> Path:
     """Return the GGUF file of a checkpoint, and create the file if it does not exist.
 
-    The setting `gguf_type` of the contestant names the quantization, such as "Q4_0". Without this
-    setting, the weights are not quantized. Another process creates the file, because the peak
-    memory of this process is measured.
+    Another process creates the file, because the peak memory of this process is measured.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        dtype: the dtype of the weights, "float32" or "bfloat16".
+        gguf_type: the quantization, such as "Q4_0"; None if the weights are not quantized.
     """
-    settings = json.loads(os.environ.get("BENCH_ENGINE", "{}"))
-    kinds = [settings["gguf_type"]] if "gguf_type" in settings else []
+    kinds = [gguf_type] if gguf_type else []
     file = checkpoint / f"model-{'-'.join([dtype, *kinds])}.gguf"
     if not file.is_file():
         command = [sys.executable, "-m", "loadtest.peers.gguf_export"]

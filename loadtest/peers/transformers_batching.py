@@ -5,43 +5,41 @@ The program keeps the manager of `generate_batch` between batches, as a service 
 because its default size is most of the memory.
 """
 
-from typing import Any
+import math
 
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from loadtest.peers.workload import main
+from loadtest.peers.workload import Peer, Prompts, Settings, Workload, main
 
-_PAGE = 32
-_BATCH_TOKENS = 512
+_PAGE_TOKENS = 32
+_MIN_STEP_TOKENS = 512
 _TIMEOUT_S = 600.0
 
 
-class GenerateBatch:
+class GenerateBatch(Peer):
     """A model with default settings, and its running manager of continuous batching."""
 
-    def __init__(self, path: str, workload: dict[str, Any]) -> None:
-        torch.set_num_threads(workload["threads"])
+    def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
+        del settings
+        torch.set_num_threads(workload.threads)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, workload["dtype"]), attn_implementation="sdpa"
+            path, dtype=getattr(torch, workload.dtype), attn_implementation="sdpa"
         )
         if torch.cuda.is_available():
             model.to("cuda")
-        most = max([1, *workload["decode"]])
-        longest = max([workload["context"], *workload["prefill"]]) + workload["answer"]
-        pages = -(-(workload["context"] + workload["answer"]) // _PAGE) + 1
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
-                page_size=_PAGE,
-                num_blocks=max(most * pages, -(-longest // _PAGE) + 1) + 1,
-                max_batch_tokens=max(_BATCH_TOKENS, most),
+                page_size=_PAGE_TOKENS,
+                num_blocks=_num_pages(workload),
+                max_batch_tokens=max([_MIN_STEP_TOKENS, *workload.decode]),
             ),
         )
         self._manager.warmup()
         self._manager.start()
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+    def generate(self, prompts: Prompts, num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
         waiting = set(self._manager.add_requests(prompts, max_new_tokens=num_tokens))
         assert len(waiting) == len(prompts)
@@ -55,6 +53,19 @@ class GenerateBatch:
     def close(self) -> None:
         """Stop the manager's thread, because it would keep the program running."""
         self._manager.stop(block=True, timeout=10)
+
+
+def _num_pages(workload: Workload) -> int:
+    """Return the number of pages for the largest batch and for the longest prompt, plus a spare."""
+    sequence_pages = _pages_of(workload.context + workload.answer)
+    batch_pages = max([1, *workload.decode]) * sequence_pages
+    longest_prompt = max([workload.context, *workload.prefill])
+    return max(batch_pages, _pages_of(longest_prompt + workload.answer)) + 1
+
+
+def _pages_of(num_tokens: int) -> int:
+    """Return the number of pages of a sequence, with one spare page."""
+    return math.ceil(num_tokens / _PAGE_TOKENS) + 1
 
 
 if __name__ == "__main__":

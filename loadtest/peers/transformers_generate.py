@@ -3,38 +3,37 @@
 All prompts of a batch have the same length, so that no padding is needed.
 """
 
-from typing import Any
-
 import torch
 from transformers import AutoModelForCausalLM
 
-from loadtest.peers.workload import main
+from loadtest.peers.workload import Peer, Prompts, Settings, Workload, main
 
 
-class Generate:
+class Generate(Peer):
     """A model with default settings."""
 
-    def __init__(self, path: str, workload: dict[str, Any]) -> None:
-        torch.set_num_threads(workload["threads"])
+    def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
+        del settings
+        torch.set_num_threads(workload.threads)
         self._model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, workload["dtype"])
+            path, dtype=getattr(torch, workload.dtype)
         )
         if torch.cuda.is_available():
             self._model.to("cuda")
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+    def generate(self, prompts: Prompts, num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
-        ids = torch.tensor(prompts, device=self._model.device)
-        found = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+        input_ids = torch.tensor(prompts, device=self._model.device)
+        token_ids = self._model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,
             do_sample=False,
             pad_token_id=0,
         )
-        assert found.shape[1] == ids.shape[1] + num_tokens
+        assert token_ids.shape[1] == input_ids.shape[1] + num_tokens
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The workload of the engine comparison, and how its times are measured.
+"""The workload of the engine comparison, and the measurement of its times.
 
 This module runs in the environment of each engine, so it needs only the standard library.
 
-The program of an engine takes two arguments: a checkpoint and a workload as JSON. It loads the
-checkpoint, runs the workload and prints one JSON object as its last line. Peak memory is that of
-the program's process.
+The program of an engine takes three arguments: the folder of a checkpoint, a `Workload` as JSON and
+the engine's settings as JSON. It loads the checkpoint, runs the workload and prints one JSON object
+as its last line. The peak memory is that of the program's process.
 """
 
 import json
@@ -14,50 +14,127 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
+
+from loadtest.bench.random_prompts import random_prompt
+from loadtest.bench.timing import Clock, seconds_of
+
+Prompts = list[list[int]]
+Settings = dict[str, Any]
 
 
-class Peer(Protocol):
+@dataclass(frozen=True)
+class Workload:
+    """The work that each engine does.
+
+    Attributes:
+        dtype: the dtype of the weights.
+        threads: the number of threads.
+        vocab_size: the vocabulary size of the model.
+        prefill: the lengths of the single prompts whose computation is measured.
+        decode: the batch sizes in which the generation of tokens is measured.
+        context: the length of each prompt in the measurements of decode.
+        answer: the number of generated tokens in the measurements of decode.
+        repeat: the number of measurements.
+        has_cpu_clock: whether the CPU time of the process is measured instead of wall time. On a
+            machine with other work, CPU time varies less. With more than one thread, it has no
+            meaning.
+    """
+
+    dtype: Literal["float32", "bfloat16"]
+    threads: int
+    vocab_size: int
+    prefill: Sequence[int]
+    decode: Sequence[int]
+    context: int
+    answer: int
+    repeat: int
+    has_cpu_clock: bool = False
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that measures the workload."""
+        return time.process_time if self.has_cpu_clock else time.perf_counter
+
+
+class Peer:
     """A loaded engine that is measured."""
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+    def generate(self, prompts: Prompts, num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
+        raise NotImplementedError
+
+    def memory(self) -> dict[str, float]:
+        """Return figures about the engine's memory."""
+        return {}
+
+    def close(self) -> None:
+        """End the threads that would keep the program running."""
 
 
-def main(load: Callable[[str, dict[str, Any]], Peer]) -> None:
+def main(load: Callable[[str, Workload, Settings], Peer]) -> None:
     """Load the checkpoint, measure the workload, and print the results."""
-    path, workload = sys.argv[1], json.loads(sys.argv[2])
+    path = sys.argv[1]
+    workload = Workload(**json.loads(sys.argv[2]))
+    settings = json.loads(sys.argv[3])
     started = time.perf_counter()
-    peer = load(path, workload)
-    result: dict[str, Any] = {"load_s": time.perf_counter() - started}
-    rng = random.Random(0)
-    clock = clock_of(workload)
-
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return [
-            [rng.randrange(3, workload["vocab_size"]) for _ in range(length)] for _ in range(count)
-        ]
-
-    peer.generate(prompts(1, 16), 4)
-    result["prefill"] = {
-        str(length): rate(
-            length,
-            [spent(clock, peer, prompts(1, length), 1) for _ in range(workload["repeat"])],
-        )
-        for length in workload["prefill"]
+    peer = load(path, workload, settings)
+    load_s = time.perf_counter() - started
+    measurement = Measurement(peer, workload)
+    measurement.warm_up()
+    report = {
+        "load_s": load_s,
+        "prefill": {str(length): measurement.prefill_rate(length) for length in workload.prefill},
+        "decode": {str(size): measurement.decode_rate(size) for size in workload.decode},
+        **peer.memory(),
+        "peak_bytes": peak_bytes(),
     }
-    result["decode"] = {
-        str(batch): decode_rate(peer, prompts, batch, workload) for batch in workload["decode"]
-    }
-    facts = getattr(peer, "facts", None)
-    if facts is not None:
-        result |= facts()
-    result["peak_bytes"] = peak_bytes()
-    print(json.dumps(result), flush=True)
-    close = getattr(peer, "close", None)
-    if close is not None:
-        close()
+    print(json.dumps(report), flush=True)
+    peer.close()
+
+
+class Measurement:
+    """Measures one engine. Each prompt is new, because a prefix cache would contain old prompts."""
+
+    def __init__(self, peer: Peer, workload: Workload) -> None:
+        self._peer = peer
+        self._workload = workload
+        self._rng = random.Random(0)
+
+    def warm_up(self) -> None:
+        """Generate a few tokens, because the first call of an engine loads code."""
+        self._peer.generate(self._new_prompts(1, 16), 4)
+
+    def prefill_rate(self, length: int) -> float:
+        """Return the tokens/s of computing a prompt of this length."""
+        times = [self._generation_s(1, length, 1) for _ in range(self._workload.repeat)]
+        return length / statistics.median(times)
+
+    def decode_rate(self, batch_size: int) -> float:
+        """Return the tokens/s of decode.
+
+        The time of decode is the time of whole answers minus the time of the prompts and first
+        tokens. Return 0 if this difference is smaller than the variation of the prompts' times.
+        Longer answers or more repetitions help in this case.
+        """
+        context, answer = self._workload.context, self._workload.answer
+        times = []
+        for _ in range(self._workload.repeat):
+            whole_s = self._generation_s(batch_size, context, answer)
+            times.append(whole_s - self._generation_s(batch_size, context, 1))
+        decode_s = statistics.median(times)
+        return batch_size * (answer - 1) / decode_s if decode_s > 0 else 0.0
+
+    def _generation_s(self, batch_size: int, length: int, num_tokens: int) -> float:
+        """Return the seconds in which the engine answers new prompts with `num_tokens` tokens."""
+        prompts = self._new_prompts(batch_size, length)
+        return seconds_of(lambda: self._peer.generate(prompts, num_tokens), self._workload.clock)
+
+    def _new_prompts(self, count: int, length: int) -> Prompts:
+        vocab_size = self._workload.vocab_size
+        return [random_prompt(self._rng, vocab_size, length) for _ in range(count)]
 
 
 def peak_bytes() -> int:
@@ -65,54 +142,7 @@ def peak_bytes() -> int:
 
     The function reads VmHWM, because `getrusage` also includes the process that started this one.
     """
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def clock_of(workload: dict[str, Any]) -> Callable[[], float]:
-    """Return the clock that measures the workload.
-
-    The clock measures wall time by default, and CPU time of this process with {"clock": "cpu"}. On
-    a machine with other work, CPU time varies less. With more than one thread, it has no meaning.
-    """
-    return time.process_time if workload.get("clock") == "cpu" else time.perf_counter
-
-
-def spent(clock: Callable[[], float], peer: Peer, prompts: list[list[int]], amount: int) -> float:
-    """Return the seconds in which the engine generates `amount` tokens for each prompt."""
-    started = clock()
-    peer.generate(prompts, amount)
-    return clock() - started
-
-
-def rate(amount: int, times: Sequence[float]) -> float:
-    """Return an amount divided by the median of `times` (in seconds)."""
-    return amount / statistics.median(times)
-
-
-def decode_rate(
-    peer: Peer,
-    prompts: Callable[[int, int], list[list[int]]],
-    batch: int,
-    workload: dict[str, Any],
-) -> float:
-    """Return the tokens/s of decode.
-
-    The time of decode is the time of whole answers minus the time of the prompts. Return 0 if this
-    difference is smaller than the variation of the prompts' times. Longer answers or more
-    repetitions help in this case.
-    """
-    times = []
-    clock = clock_of(workload)
-    if workload.get("warm"):
-        # Work that happens once for each batch size, such as capturing a graph, is not measured.
-        peer.generate(prompts(batch, workload["context"]), workload["answer"])
-    for _ in range(workload["repeat"]):
-        texts = prompts(batch, workload["context"])
-        whole = spent(clock, peer, texts, workload["answer"])
-        # The prompts are new, because a prefix cache would otherwise contain them.
-        times.append(whole - spent(clock, peer, prompts(batch, workload["context"]), 1))
-    if statistics.median(times) <= 0:
-        return 0.0
-    return rate(batch * (workload["answer"] - 1), times)
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None
+    return int(match[1]) * 1024

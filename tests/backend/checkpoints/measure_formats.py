@@ -35,8 +35,10 @@ from backend.tiny_models import BY_NAME, Family
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
-from loadtest.bench.bench import SHAPES, make_checkpoint, run_contestant
+from loadtest.bench.contestants import run_contestant
 from loadtest.bench.markdown_table import table
+from loadtest.bench.random_models import SHAPES, make_checkpoint
+from loadtest.peers.workload import Workload
 
 GROUP_SIZE = 32
 _INT = {"type": "int", "strategy": "group", "group_size": GROUP_SIZE}
@@ -166,17 +168,17 @@ def measure_speed(row: Format, folder: Path, shape: str, answer: int) -> list[st
     if row.write is not _unchanged:
         _to_float32(folder / "plain")
     path = row.write(folder / "plain", folder / "quantised")
-    workload = {
-        "dtype": "bfloat16",
-        "threads": 1,
-        "clock": "cpu",
-        "vocab_size": SHAPES[shape][-1],
-        "prefill": [],
-        "decode": [1, 16],
-        "context": 32,
-        "answer": answer,
-        "repeat": 3,
-    }
+    workload = Workload(
+        dtype="bfloat16",
+        threads=1,
+        vocab_size=SHAPES[shape].vocab_size,
+        prefill=[],
+        decode=[1, 16],
+        context=32,
+        answer=answer,
+        repeat=3,
+        has_cpu_clock=True,
+    )
     found = run_contestant("nereid", path, workload, _LIMIT_S, row.settings)
     if "error" in found:
         return [found["error"], "", "", ""]

@@ -1,0 +1,74 @@
+"""The name of this machine's processor, its memory bandwidth and its speed of matrix products."""
+
+import platform
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from nereid_backend.linear import native_linear
+
+from loadtest.bench.timing import call_times
+
+_NUM_CALLS = 5
+# A sum reads this number of float32 values, which no processor's cache can contain.
+_NUM_SUMMED_VALUES = 2**27
+_NUM_INPUTS, _NUM_OUTPUTS = 2**12, 2**15
+# The side of the square matrices whose product is measured.
+_MATRIX_SIZE = 2048
+
+
+class MachineLimits(NamedTuple):
+    """The measured limits of this machine.
+
+    Attributes:
+        read_bytes_per_s: the memory bandwidth.
+        matmul_flops: the floating-point operations of matrix products in one second.
+    """
+
+    read_bytes_per_s: float
+    matmul_flops: float
+
+
+def processor_name() -> str:
+    """Return the name of the processor, or "?" if the operating system does not report the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?"
+    )
+
+
+def measure_limits(dtype: torch.dtype) -> MachineLimits:
+    """Measure the limits of this machine for weights of a dtype."""
+    return MachineLimits(_measure_bandwidth(dtype), _measure_matmul_flops(dtype))
+
+
+def _measure_bandwidth(dtype: torch.dtype) -> float:
+    """Return the larger rate of two ways to read memory, in bytes/s.
+
+    The product of one row with a large weight matrix often reads memory faster than a sum does.
+    """
+    values = torch.ones(_NUM_SUMMED_VALUES)
+    bandwidth = values.nbytes / min(call_times(values.sum, 1 + _NUM_CALLS))
+    weight = torch.ones(_NUM_OUTPUTS, _NUM_INPUTS, dtype=dtype)
+    if not native_linear.can_pack(weight):
+        return bandwidth
+    packed, row = native_linear.pack(weight), torch.ones(1, _NUM_INPUTS, dtype=dtype)
+    product = partial(native_linear.linear, row, packed, None, _NUM_OUTPUTS)
+    return max(bandwidth, packed.nbytes / min(call_times(product, 1 + _NUM_CALLS)))
+
+
+def _measure_matmul_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a product of two square matrices.
+
+    If the processor cannot multiply numbers of `dtype`, torch converts the numbers, and such a
+    product can be slower than a product in float32. The result is the faster of the two.
+    """
+    times = []
+    for kind in {dtype, torch.float32}:
+        matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, dtype=kind)
+        times += call_times(partial(torch.mm, matrix, matrix), 1 + _NUM_CALLS)
+    return 2 * _MATRIX_SIZE**3 / min(times)

@@ -165,9 +165,9 @@ class Runner:
         return RunningStep(plan, logits, sampling, mask_jobs)
 
     def _start_masks(self, sampling: Sampling) -> abc.Sequence[Job] | None:
-        """Let threads fill the token masks; None if the size of a mask is not known yet.
+        """Let threads fill the token masks, and return their jobs.
 
-        The size is known after the first forward pass.
+        Return None if the size of a mask is not known yet. The first forward pass determines it.
         """
         if self._vocab_size is None:
             return None

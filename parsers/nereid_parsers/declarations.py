@@ -161,9 +161,9 @@ class Route:
     Attributes:
         stage: The stage of the message's body.
         header: The pattern of the whole header.
-        written: The header that constrained output contains. This header must be declared if
-            `header` contains fields other than `{name}`, because the texts of such fields are not
-            known.
+        written: The header that the model must write if a grammar constrains its output. This
+            header must be declared if `header` contains fields other than `{name}`, because the
+            texts of such fields are not known.
         has_calls: Whether the body of a content message may contain tool calls.
     """
 
@@ -179,7 +179,7 @@ class Route:
 
     @property
     def written_header(self) -> str:
-        """The header that constrained output contains, for example `<|channel|>final`."""
+        """The header in output that a grammar constrains, for example `<|channel|>final`."""
         return self.written or self.header
 
 

@@ -59,7 +59,10 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
 
 
 def _message_fields(messages: list[Json]) -> Json:
-    """Return the messages, and the fields that let the answer continue a last assistant message."""
+    """Return the field `messages` of a chat, and the fields for the message of the answer.
+
+    If the last message is from the assistant, the answer continues the text of this message.
+    """
     if messages[-1]["role"] != "assistant":
         return {"messages": messages}
     return {

@@ -60,8 +60,8 @@ def _start_batches(app: FastAPI, context: Context) -> Batches | None:
         # While requests outside the batches run, fewer batch requests may run. The gate counts all
         # running requests.
         slots=LineSlots(limit, gate),
-        # When the application is about to stop, the gate rejects new requests, and all batches
-        # stop.
+        # When the application is about to stop, the object `gate` rejects new requests. All batches
+        # then stop.
         gate=gate,
         # A batch is cancelled when its client is removed from the key file.
         key_file=app.state.key_file,

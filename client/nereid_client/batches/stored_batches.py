@@ -143,7 +143,10 @@ class BatchStore:
         return batch
 
     def _check_num_batches(self) -> None:
-        """Raise an ApiError 400 if the store already contains max_stored_files batches."""
+        """Raise an ApiError 400 if the number of stored batches has reached the limit.
+
+        The limit is the setting `max_stored_files`.
+        """
         num_batches = len(names_in(self._folder))
         if num_batches >= self.files.limits.count:
             raise ApiError(

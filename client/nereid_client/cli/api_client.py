@@ -89,7 +89,7 @@ def _request_errors(url: str) -> Iterator[None]:
         ) from None
     except http.client.HTTPException as error:  # example: the address is a gRPC endpoint
         raise FailureError(
-            f"{url} did not answer with HTTP ({error!r}). Give the address of an OpenAI API with "
+            f"The answer of {url} is not HTTP ({error!r}). Give the address of an OpenAI API with "
             "--url."
         ) from None
 

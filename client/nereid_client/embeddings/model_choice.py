@@ -156,7 +156,7 @@ async def select_language_model(request: Request, name: str | None) -> None:
 
 
 async def _no_language_model_error(request: Request, name: str) -> ApiError:
-    """Return the error for a request whose name belongs to no language model and no adapter."""
+    """Return the error for a request whose field `model` names no language model and no adapter."""
     language_models = [context.settings.model_name for context in contexts_of(request).all]
     suitable = " or ".join(map(repr, language_models))
     message = _wrong_model_message(name, suitable, await _served_models(request))

@@ -218,10 +218,11 @@ class TritonBackend:
         return is_ready and not await self._check_dead_model()
 
     async def _check_dead_model(self) -> bool:
-        """Return whether a model's process has died. The server still reports the model as ready.
+        """Return whether the process of a model has died.
 
-        The last response tells whether the process has died. If it has, the server may have
-        restarted since then, so a new response is requested.
+        The server reports a model as ready even if its process has died. The last response tells
+        whether the process has died. If the process has died, the server may have restarted since
+        then, so a new response is requested.
         """
         if self._is_model_dead:
             await self._update_is_model_dead()

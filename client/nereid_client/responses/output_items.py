@@ -103,7 +103,7 @@ class TextItem:
 
     @property
     def _place(self) -> Json:
-        """The fields that identify the content part of this item in events."""
+        """The fields of an event that identify the content part of this item."""
         return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
     def _part(self, text: str, logprobs: Sequence[Json]) -> Json:

@@ -94,8 +94,8 @@ def _output_kind(served: ServedModel, task: str | None) -> str:
     if task is not None:
         return (_EMBEDDING_TASKS | _CLASSIFIER_TASKS)[task]
     default: str = served.info["kinds"][0]
-    # This route returns neither sparse weights nor scores, so these two defaults are replaced.
-    # /embed_sparse returns sparse weights, and scores require pairs of texts.
+    # This route cannot return sparse weights, which /embed_sparse returns, and it cannot return
+    # scores, which require pairs of texts. A model with such a default gets another kind here.
     return {"sparse": "dense", "score": "classify"}.get(default, default)
 
 

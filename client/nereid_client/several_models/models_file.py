@@ -56,7 +56,7 @@ class ModelEntry(BaseModel):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of the model in the table. All values are strings."""
+        """The model's settings that the table contains, by name. All values are strings."""
         return {name: _setting_text(value) for name, value in (self.model_extra or {}).items()}
 
 
@@ -220,7 +220,7 @@ def _checkpoint_path(name: str, entry: ModelEntry, path: Path) -> Path:
 
 
 def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
-    """Check that the models that are loaded at the start fit into the memory budget together."""
+    """Check the memory of all models with `load_at_start`: their sum must not exceed the budget."""
     memories = {spec.name: spec.memory for spec in models.specs_at_start if spec.memory}
     total = sum(memory.total for memory in memories.values())
     if total > budget:

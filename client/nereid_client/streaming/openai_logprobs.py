@@ -178,7 +178,7 @@ class CompletionLogprobs:
 
 
 class _LocatedText:
-    """The text of a choice, in which the texts of the tokens are located one after the other.
+    """Finds the positions of the tokens' texts in the text of a choice, one token after the other.
 
     Attributes:
         next_position: the position at which the text of the next token is expected.

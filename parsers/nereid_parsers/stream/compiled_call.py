@@ -252,7 +252,7 @@ def _compile_tags(call: Call, section: SectionMarkers, head: Pattern) -> Compile
 
 
 def _stop_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
-    """Return the markers at which arguments between tags end, such as `</f>`.
+    """Return the markers that end the arguments of a tool call, such as `</f>`.
 
     Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end at `</f>`.
     A model may omit this marker, so `</call>`, `</calls>` and `<call>` are stop markers, too.

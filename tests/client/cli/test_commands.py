@@ -350,7 +350,7 @@ def test_a_terminal_is_not_dim_after_an_error_in_the_reasoning(capsys, monkeypat
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (b"\0\0\x06\x04\0\r\n", "did not answer with HTTP"),  # the answer of a gRPC server
+        (b"\0\0\x06\x04\0\r\n", "is not HTTP"),  # the answer of a gRPC server
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "ended before the response"),
         (b"HTTP/1.1 500 X\r\nContent-Length: 99\r\n\r\n{", "ended before the response"),
         (json_response("[]"), "answered without the list 'data'"),

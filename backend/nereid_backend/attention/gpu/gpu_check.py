@@ -274,7 +274,10 @@ def _make_batch(
 def _decode_group(
     step: TrialStep, tables: list[list[int]], block_size: int, device: torch.device
 ) -> DecodeGroup:
-    """Return one group with all decodes of a step. `_make_batch` documents the arguments."""
+    """Return one group with all decoding sequences of a step.
+
+    `_make_batch` documents the arguments.
+    """
     # The blocks of the sequences have the ids 0 to n - 1, and the null block has the id n.
     null_block = sum(map(len, tables))
     blocks = _int64(_padded(tables[: len(step.decodes)], null_block), device)

@@ -205,7 +205,8 @@ def add_tile(
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:
-        # Multiplying the weight of a value by its factor is faster than scaling the whole value.
+        # Each value vector has a scale factor. Multiplying the attention weight of a vector by this
+        # factor is faster than multiplying the whole vector.
         weights *= load_scales(value_scales, key_rows, is_read, IS_MASKED, FLOAT8)[None, :]
     value = convert_tile(value, dtype, FLOAT8)
     acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")

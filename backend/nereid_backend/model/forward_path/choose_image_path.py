@@ -313,9 +313,9 @@ def _candidates(
         return path
 
     def add_single(path: ForwardPath) -> ForwardPath:
-        """Return a SplitPath that computes sequences with images one after another.
+        """Return a SplitPath that computes each sequence with images alone.
 
-        For these sequences, the SplitPath uses the model's own attention and cache.
+        For a sequence with images, the SplitPath uses the model's own attention and cache.
         """
         single_path = SinglePath(checkpoint, uses_cache=True)
         return SplitPath(path, single_path, features, attention)

@@ -217,8 +217,9 @@ def _compute_expected_vectors(
     long_lens = _lens_beyond_windows(windows, max(short_lens), max_len)
     if not long_lens:
         return _ExpectedVectors(short_texts, vectors, is_causal)
-    # `random_batch` returns one batch, so the few short texts are computed again.
     all_texts = random_batch(encoder, (*short_lens, *long_lens))
+    # This call computes all texts of a batch, so the vectors of the few short texts are computed a
+    # second time.
     all_vectors = _vectors_of_single_texts(encoder, all_texts, name)
     return _ExpectedVectors(all_texts, all_vectors, is_causal)
 

@@ -39,7 +39,10 @@ def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
 
 
 def _phases(stream: Stream) -> list[_Phase]:
-    """Return the phases of a request. The phase decode has no end, as the request ends with it."""
+    """Return the phases of a request.
+
+    The phase `nereid.decode` has no end time, because it ends together with the request.
+    """
     timing = stream.timing
     compilation_start, compilation_end = timing.compilation or (None, None)
     # All sequences of a request share the prompt. Adding up their cached prompt tokens would count

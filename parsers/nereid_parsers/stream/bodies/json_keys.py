@@ -179,10 +179,11 @@ class KeyRoles:
         return is_synonym and _parent_path(path) == _parent_path(self._keys.arguments)
 
     def _is_wrapper(self, path: str) -> bool:
-        """Return whether the value of a key is an undeclared object around the whole tool call.
+        """Return whether the object under the key `path` contains the whole tool call.
 
-        Only a key of the outermost object, such as `function`, can have this meaning. The name of
-        the function must not precede the key.
+        The format does not declare this key. Example: `function` in `{"function": {"name": "f"}}`.
+        Only a key of the outermost object can have this meaning. The name of the function must not
+        precede the key.
         """
         return path in _WRAPPER_KEYS and self._parts.name is None
 

@@ -106,7 +106,7 @@ class CallReader:
         return None if expected is None else self.expect(expected)
 
     def open_unmarked_call(self, opening: str) -> State | None:
-        """Prepare to read a tool call without a marker. It starts with `opening`, for example `{`.
+        """Prepare to read a tool call that starts with `opening`, such as `{`, instead of a marker.
 
         Return the state CALL_START. Return None if no tool call can start here, so that the caller
         writes `opening` as content.

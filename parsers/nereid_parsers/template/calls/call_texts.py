@@ -118,7 +118,8 @@ def split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
 
     Other text between the end markers, such as a line break, is omitted from the result.
     """
-    # The first markers close the list of tool calls. All later markers end the message.
+    # The first `num_closing_markers` markers close the list of tool calls. The markers after them
+    # end the message.
     num_closing_markers = _num_closing_markers(markup.open)
     turn_ends = list(MARKER.finditer(markup.close))[num_closing_markers:]
     if not turn_ends:

@@ -194,7 +194,7 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 
 
 def _last_opening_marker(opening: str, unless_in: tuple[str, ...]) -> str | None:
-    """If several markers open reasoning, return the last one: `<|thinking|>`.
+    """Return the last of several markers that together open the reasoning.
 
     >>> _last_opening_marker("<|message|><|thinking|>", unless_in=("<|end|>",))
     '<|thinking|>'

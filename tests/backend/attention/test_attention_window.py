@@ -1,4 +1,4 @@
-"""Blocks that no layer looks at any more are given back while a sequence runs."""
+"""Tests that a running sequence frees the blocks that no layer needs any more."""
 
 import random
 
@@ -139,7 +139,8 @@ def test_a_model_with_a_window_is_exact_with_a_pool_much_smaller_than_the_sequen
 ):
     settings |= {"block_size": block_size, "max_num_batched_tokens": 16}
     probe = open_engine(mistral, **settings)
-    # Window 12 and 16 tokens a step; the sequences have 160.
+    # The cache is large enough for a window of 12 tokens, a step of 16 tokens and two blocks. Each
+    # sequence has 160 tokens.
     memory = bytes_for(probe, 28 + 2 * block_size)
     probe.close()
     engine = open_engine(mistral, kv_cache_memory=memory, **settings)

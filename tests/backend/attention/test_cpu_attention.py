@@ -19,7 +19,8 @@ from nereid_backend.paths.step_batch import BatchBuilder
 
 CPU = torch.device("cpu")
 BLOCK = 16
-# (cached, new) tokens of each sequence: decodes short and long, prompts with and without a start.
+# (number of cached tokens, number of new tokens) of each sequence: short and long sequences with
+# one new token, and prompts with and without cached tokens.
 SHAPES = [(0, 1), (15, 1), (16, 1), (300, 1), (1000, 1), (40, 1), (0, 23), (37, 9)]
 
 SPECS = {
@@ -41,7 +42,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def attention_of(cache_type, spec, dtype, *, poison=None):
-    """Both steps that fill the cache and the step under test, through one kind of cache."""
+    """Fill a cache of the type `cache_type` in one step, and return the attention of the next step.
+
+    If `poison` is an index, the key of the token with this index is NaN in both steps.
+    """
     torch.manual_seed(0)
     num_blocks = 120
     cache = cache_type([spec], num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=CPU)
@@ -172,7 +176,8 @@ def test_without_a_compiler_the_error_names_the_supported_compilers(monkeypatch)
 
 
 def test_the_library_uses_the_openmp_library_of_torch():
-    # In a process of its own: other packages of this one may bring libraries of their own.
+    # The program runs in its own process, because other packages may have loaded more OpenMP
+    # libraries into this process.
     program = (
         "from nereid_backend.attention.cpu import cpu_library; cpu_library.kernels();"
         "from pathlib import Path; maps = Path('/proc/self/maps').read_text();"

@@ -1,4 +1,4 @@
-"""The native decode kernels, over shapes that take each of their ways, equal the definition."""
+"""Tests that the native decode kernels equal the definition of attention, for many shapes."""
 
 import shutil
 
@@ -30,9 +30,10 @@ def decode(
     stale=0.0,
     scale=0.3,
 ):
-    """One decode step and the same in float64 from what the cache holds then.
+    """Return the result of one decode step and the expected result.
 
-    `stale` is the content of the last block after the end of each sequence.
+    The expected result is computed in float64 from the keys and values in the cache. `stale` is the
+    number in the slots of the last block that follow the end of each sequence.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -70,7 +71,8 @@ def decode(
     finally:
         torch.set_num_threads(before)
     if isinstance(cache, CpuInt8KVCache):
-        cache.dtype = torch.float32  # what is gathered is what the kernel reads, unrounded
+        # `gather` must return the numbers that the kernel reads, without rounding them to bfloat16.
+        cache.dtype = torch.float32
     keys, values = cache.gather(0, gather_rows(blocks, spec.num_kv_heads))
     expected = torch.stack(
         [
@@ -82,7 +84,11 @@ def decode(
 
 
 def by_definition(spec, query, keys, values, sinks, scale):
-    """Shapes: query [num_heads, key_dim], keys and values [num_kv_heads, n, dim]."""
+    """Return the attention of one token, computed in float64 by the definition.
+
+    `query` has the shape [num_heads, key_dim]. `keys` and `values` have the shape [num_kv_heads, n,
+    dim].
+    """
     n = keys.shape[1]
     group = spec.num_heads // spec.num_kv_heads
     wide = keys.double().repeat_interleave(group, 0)
@@ -105,7 +111,8 @@ def assert_close(found, expected):
     if found.dtype == torch.float32:
         torch.testing.assert_close(found.double(), expected, atol=4e-6, rtol=1e-5)
     else:
-        # Half a unit of the result's own rounding (2^-9), and as much for that of weights.
+        # bfloat16 rounds the result by at most 2 ** -9 of its value. The rounding of the attention
+        # weights may add the same error.
         torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=2**-8)
 
 

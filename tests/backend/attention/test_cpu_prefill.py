@@ -1,4 +1,4 @@
-"""The native kernel for sequences that add several tokens, compared with the reference."""
+"""Tests that the native kernel for several new tokens in each sequence equals the reference."""
 
 import shutil
 
@@ -39,7 +39,8 @@ specs = st.builds(
     softcap=st.sampled_from([None, 3.0]),
     has_sinks=st.booleans(),
 )
-# (cached, new) tokens of each sequence; longer than a tile of keys, and a task's rows, at times.
+# (number of cached tokens, number of new tokens) of each sequence. Some sequences are longer than a
+# tile of keys, and some have more rows than one task of the kernel.
 sequences = st.lists(
     st.tuples(st.sampled_from([0, 0, 1, 15, 16, 500, 1023]), st.integers(2, 90)),
     min_size=1,
@@ -50,13 +51,13 @@ sequences = st.lists(
 def attend(
     kind, spec, lengths, *, block_size=16, dtype=torch.float32, threads=1, seed=0, around=0.0
 ):
-    """Attention of a step of prefills through one kind of cache.
+    """Return the attention of one prefill step over one type of cache.
 
     Args:
-        kind: of cache.
-        spec: of its one layer.
-        lengths: (cached, new) tokens of each sequence.
-        around: what is in the cache where nothing was stored.
+        kind: the type of the cache.
+        spec: the only layer of the model.
+        lengths: (number of cached tokens, number of new tokens) of each sequence.
+        around: the number in all slots of the cache in which no token was stored.
     """
     torch.manual_seed(seed)
     counts = [-(-(cached + new) // block_size) for cached, new in lengths]
@@ -116,8 +117,8 @@ def test_any_layer_over_any_sequences_equals_the_reference(
     if kinds is PLAIN:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
         return
-    # A number in the middle between two integers may become either: a 127th of the largest, here
-    # and there.
+    # A number halfway between two 8-bit integers may be rounded up in one cache and down in the
+    # other. The two results then differ by 1/127 of the largest number of the vector.
     torch.testing.assert_close(found, expected, atol=6e-2, rtol=1e-4)
     assert (found - expected).abs().mean() < 3e-3
 
@@ -129,7 +130,7 @@ def test_bfloat16_equals_the_reference_within_its_rounding(spec, lengths, kinds)
     expected = attend(plain, spec, lengths, dtype=torch.bfloat16)
     found = attend(native, spec, lengths, dtype=torch.bfloat16)
     torch.testing.assert_close(found, expected, atol=5e-2, rtol=3e-2)
-    # Roundings of single numbers differ; their mean does not.
+    # Some numbers are rounded differently, but the mean difference must be small.
     assert (found - expected).abs().mean() < 1e-2 * expected.abs().mean()
 
 

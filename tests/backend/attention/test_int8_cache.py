@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits: close to what they stand for, and a fraction of the memory."""
+"""Tests that keys and values of 8 bits are close to the exact numbers and need less memory."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,8 @@ def test_an_8_bit_floating_point_number_is_off_by_at_most_a_16th_however_large_i
     numbers = torch.randn(50, 3, 64) * torch.logspace(-6, 4, 50)[:, None, None]
     numbers[..., 0] *= 1000
     found = Float8KVCache.restored(*Float8KVCache.rounded(numbers))
-    # The smallest step of all is a 2 ** 18th of the largest.
+    # Near zero, the distance between two 8-bit numbers is about 2 ** -18 of the largest number of
+    # the vector.
     allowed = numbers.abs() / 16 + numbers.abs().amax(-1, keepdim=True) * 2.0**-18
     assert ((found - numbers).abs() <= allowed * 1.001).all()
 
@@ -70,7 +71,7 @@ def test_attention_is_near_that_over_unrounded_keys_and_values(kind, spec, dtype
     assert found.shape == exact.shape
     assert (found - exact).abs().max() < 0.06 * steps
     assert (found - exact).square().mean().sqrt() < 0.012 * steps * exact.square().mean().sqrt()
-    # As far as that is from equal: it did go through 8 bits.
+    # If there were no difference, the cache would not have rounded the numbers to 8 bits.
     assert (found - exact).abs().max() > 1e-4
 
 
@@ -150,8 +151,8 @@ def test_an_engine_with_a_smaller_cache_returns_mostly_the_same_tokens(
         a == b for one, two in zip(*answers, strict=True) for a, b in zip(one, two, strict=True)
     ]
     assert len(answers[0]) == len(PROMPTS)
-    # Weights of random models give logits that lie close together; one token that differs makes
-    # the rest of an answer another one.
+    # The weights are random, so the logits of many tokens are nearly equal. After one different
+    # token, the rest of an answer is different as well.
     assert sum(equal) > (0.5 if stored == "int8" else 0.3) * len(equal)
     assert memory[1] < 0.4 * memory[0]
 

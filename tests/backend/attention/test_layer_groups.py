@@ -1,4 +1,7 @@
-"""Layers with different windows form groups, and each group frees its own blocks."""
+"""Tests of models whose layers have different windows.
+
+The layers form groups by their windows, and each group frees its own blocks.
+"""
 
 import dataclasses
 import random
@@ -22,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 FAMILIES = {
-    # Two of the groups have an empty place.
+    # Two groups contain fewer layers than the largest group.
     "gemma3": Family(
         "gemma3",
         "gemma3_text",
@@ -73,7 +76,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
 def make_prompts() -> list[list[int]]:
-    """Prompts much longer than the window; two of them have a long prefix in common."""
+    """Return prompts that share some tokens and that are mostly longer than the window."""
     rng = random.Random(5)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(count)] for count in (100, 7, 61, 140)]
     return [*prompts, [*prompts[3][:90], *prompts[2][:20]]]
@@ -84,7 +87,7 @@ PROMPTS = make_prompts()
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
-    """The folder of a tiny checkpoint, and the greedy tokens of transformers."""
+    """The folder of a tiny checkpoint, and the greedy tokens of transformers for each prompt."""
     folder = FAMILIES[request.param].save(tmp_path_factory.mktemp(request.param))
     reference = AutoModelForCausalLM.from_pretrained(folder)
     expected = []
@@ -156,7 +159,7 @@ def test_preempted_sequences_give_the_same_tokens(model):
     pool, scheduler = engine._parts.pool, engine._parts.scheduler
     needed = max_sequence_blocks(scheduler.windows, 180, 16, 4)
     held = pool.allocate(pool.num_free - needed)
-    # Several short prompts run at the same time. Their answers need more blocks than there are.
+    # Several short prompts run at the same time. Their answers need more blocks than the pool has.
     numbers = [1, 1, 1, 1, 1, 1, *range(len(PROMPTS))]
     for request, number in enumerate(numbers):
         engine.add_request(str(request), PROMPTS[number], GREEDY)
@@ -203,8 +206,8 @@ def test_a_compiled_forward_pass_reads_the_block_table_of_each_group(model):
         **settings,
     )
     engine = Engine(config, lines.append)
-    # torch cannot trace the mixture of experts of Llama 4 for a variable number of tokens. The
-    # engine then runs the model uncompiled.
+    # torch cannot trace the mixture of experts of Llama 4 for a variable number of tokens. For this
+    # model, the engine runs the forward pass uncompiled.
     is_traceable = AutoConfig.from_pretrained(folder).model_type != "llama4_text"
     assert ("the forward pass is compiled" in lines) is is_traceable
     assert len(engine._parts.scheduler.windows) > 1
@@ -213,7 +216,7 @@ def test_a_compiled_forward_pass_reads_the_block_table_of_each_group(model):
 
 
 def layers(kinds: str, **sizes) -> list[LayerSpec]:
-    """Layers with a window of 64 tokens (W), a chunk of 32 (C), or full attention (F)."""
+    """Return one layer for each letter: F for full attention, W for a window, C for a chunk."""
     windows = {"F": LayerWindow(), "W": LayerWindow(size=64), "C": LayerWindow(chunk=32)}
     shape = {"num_heads": 8, "num_kv_heads": 4, "key_dim": 16, "value_dim": 16, **sizes}
     return [LayerSpec(**shape, window=windows[kind]) for kind in kinds]
@@ -230,7 +233,8 @@ def test_layers_are_divided_by_window_into_groups_of_equal_size():
             *((3, 1), (4, 0), (4, 1), (5, 0), (5, 1), (0, 1)),
         ),
     )
-    # Three groups with empty places need less than 5 % more memory than four groups.
+    # The groups of C and W contain one layer less than the group of F. Three such groups need less
+    # than 5 % more memory than four groups of one layer.
     assert divide_layers(layers("FCFW"), 10000, 64, 16).windows == (None, C, W)
 
 
@@ -238,7 +242,7 @@ def test_layers_form_one_group_if_groups_save_no_memory():
     mixed = layers("WF")
     assert divide_layers(mixed, 100, 64, 16) == single_group(mixed)
     assert len(divide_layers(mixed, 1000, 64, 16).windows) == 2
-    # One layer with full attention among many would need many groups.
+    # With one layer in each group, there would be 51 groups.
     many = divide_layers(layers("W" * 50 + "F"), 100_000, 64, 16)
     assert len(many.windows) <= 16
 
@@ -270,7 +274,8 @@ def test_every_combination_without_groups_has_a_reason():
 def test_the_memory_plan_counts_the_blocks_of_all_groups():
     config = EngineConfig("model", max_model_len=1000, max_num_seqs=4)
     block = BlockShape(bytes_per_token=64, block_size=16, windows=(None, W), max_step_tokens=16)
-    # 63 blocks with full attention, and 6 blocks for the window and the step.
+    # 63 blocks for the group with full attention, and 6 blocks for the window and the step of the
+    # other group.
     assert block.num_sequence_blocks(1000) == 69
     limit = LengthLimit(2000, "")
     plan = plan_memory(config, block, 0, limit, num_bytes=70 * 1024)

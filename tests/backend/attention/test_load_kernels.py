@@ -18,13 +18,13 @@ pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 
 
 def test_the_kernels_are_built_if_there_is_a_compiler():
-    # Everything that needs them is skipped where they can't be built.
+    # The tests of the kernels are skipped if the kernels cannot be built. This test fails instead.
     assert load_kernels.load_library().nereid_has_linear() in (0, 1)
 
 
 @pytest.fixture
 def precompiled(tmp_path, monkeypatch):
-    """The path of the library in the package for the best instruction set, without a compiler."""
+    """The path of a precompiled library for the best instruction set. No C++ compiler is found."""
     built = load_kernels.load_library()._name
     monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
     monkeypatch.setattr(compile_kernels, "COMPILERS", ())
@@ -60,7 +60,8 @@ def test_a_second_build_waits_for_the_first(tmp_path, monkeypatch):
     def build(compiler, instruction_set, path):
         builds.append(path)
         time.sleep(0.2)
-        path.symlink_to(load_kernels._TORCH_LIBRARY)  # any library will do
+        # Any library that can be loaded suffices for this test.
+        path.symlink_to(load_kernels._TORCH_LIBRARY)
 
     monkeypatch.setattr(load_kernels, "_build", build)
     instruction_set = usable_instruction_sets()[-1]
@@ -101,7 +102,7 @@ def test_torch_may_be_installed_in_a_folder_whose_name_has_a_space(monkeypatch):
     maps = f"7f00-7f10 r-xp 00000000 08:01 123      {openmp}\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: maps)
     monkeypatch.setattr(load_kernels.torch, "__file__", str(packages / "torch/__init__.py"))
-    # Without the library, the kernels would be built for one thread.
+    # Without the path of the OpenMP library, the kernels would be built for one thread.
     assert load_kernels._openmp_path() == str(openmp)
 
 
@@ -121,7 +122,7 @@ def test_a_library_that_was_truncated_on_disk_is_built_again(kept_bytes, tmp_pat
     load_kernels._load(instruction_set)
     damaged = tmp_path / "damaged"
     damaged.write_bytes(whole.read_bytes()[:kept_bytes])
-    damaged.replace(builds[0])  # as a power failure would leave the file
+    damaged.replace(builds[0])  # A power failure can truncate a file in this way.
     library = load_kernels._load(instruction_set)
     assert builds == 2 * [Path(library._name)]
     load_kernels._load(instruction_set)

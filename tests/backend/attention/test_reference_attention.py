@@ -15,12 +15,13 @@ from nereid_backend.paths.step_batch import BatchBuilder
 
 BLOCK = 4
 CPU = torch.device("cpu")
-# (tokens cached already, tokens of this step); single tokens first, as plans have them.
+# (number of cached tokens, number of new tokens) of each sequence. Sequences with one new token
+# come first, as in the plans of the scheduler.
 SHAPES = [(0, 1), (1, 1), (17, 1), (30, 1), (0, 9), (5, 7), (16, 14)]
 
 
 def slow_attention(query, keys, values, spec, scale, sinks):
-    """One token's attention over its whole sequence, by the definition, in float64."""
+    """Return the attention of the last token by the definition, computed in float64."""
     position = len(keys) - 1
     out = []
     for head in range(spec.num_heads):
@@ -62,7 +63,8 @@ SPECS = [
 @pytest.mark.parametrize("short_blocks", [1, 16])
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch):
-    # At 1, decodes of different lengths are computed in groups.
+    # If `_SHORT_BLOCKS` is 1, sequences of different lengths with one new token form several
+    # groups.
     monkeypatch.setattr(length_groups, "_SHORT_BLOCKS", short_blocks)
     torch.manual_seed(0)
     pool = list(range(60))

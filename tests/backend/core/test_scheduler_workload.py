@@ -1,4 +1,8 @@
-"""Random workloads. NEREID_WORKLOAD_REQUESTS=10000 makes them large."""
+"""Tests of the scheduler with random requests.
+
+The environment variable NEREID_WORKLOAD_REQUESTS changes the number of requests, for example to
+10000.
+"""
 
 import os
 import random
@@ -68,7 +72,7 @@ KINDS = {
 
 
 def longest_sequence(scheduler: Scheduler, step_tokens: int | None) -> int:
-    """The longest of at most 80 tokens that the pool has enough blocks for."""
+    """Return the longest length, at most 80, for which the pool has enough blocks."""
     return max(
         length
         for length in range(81)
@@ -82,7 +86,7 @@ def has_snapshots(scheduler: Scheduler) -> bool:
 
 
 class Workload:
-    """Requests that come at random, are cancelled at random, and share beginnings."""
+    """Random requests that start at random times. Some are cancelled, and many share a prefix."""
 
     def __init__(self, seed: int, scheduler: Scheduler, longest: int, broken: float) -> None:
         self.rng = random.Random(seed)
@@ -96,7 +100,8 @@ class Workload:
             windows=scheduler.windows,
             has_state=has_snapshots(scheduler),
         )
-        # Two of them hold the same blocks, behind different ones.
+        # The last stem is the first stem without its first block. In prompts with these two stems,
+        # the same tokens follow different blocks.
         self.stems = [self.tokens(longest // 2) for _ in range(3)]
         self.stems.append(self.stems[0][BLOCK:])
         self.requests: dict[str, Sequence] = {}
@@ -199,7 +204,7 @@ class Workload:
 def test_random_workloads_end_each_sequence_once_with_the_right_answer(
     kind, num_blocks, max_num_seqs, monkeypatch
 ):
-    # The prompts of the workload are short.
+    # The prompts of the workload are short, so snapshots need short distances.
     monkeypatch.setattr(state_snapshots, "_INTERVAL", 2)
     monkeypatch.setattr(state_snapshots, "_MIN_DISTANCE", 1)
     settings = dict(KINDS[kind])
@@ -213,7 +218,7 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
         max_num_batched_tokens=13,
         **settings,
     )
-    # Where blocks are given back, sequences may be longer than the pool.
+    # If sequences free blocks, a sequence may be longer than the pool.
     longest = longest_sequence(scheduler, None if "whole" in kind else 13)
     workload = Workload(num_blocks, scheduler, longest, broken=0.02)
     workload.run(NUM_REQUESTS, cancelled=0.04)

@@ -41,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 
 def answers_of(folder: Path, numbers: list[int], **settings) -> list[tuple[list[int], int]]:
-    """Return the answers to the prompts with these numbers, and their cached tokens."""
+    """Return the answer to each prompt in `numbers`, and the number of its cached tokens."""
     engine = open_engine(folder, max_model_len=128, **settings)
     found = []
     for number in numbers:
@@ -83,7 +83,8 @@ def soak(folder: Path, seconds: float) -> tuple[int, int, int, int]:
                 run_child(folder, disk, num_killed, writer)
             os.close(writer)
             with os.fdopen(reader, "rb") as stream:
-                # The time counts from the first answer, because loading takes different times.
+                # The random time begins with the child's first answer, because the time for loading
+                # varies.
                 first = stream.readline()
                 time.sleep(rng.uniform(0, 1.5))
                 os.kill(child, signal.SIGKILL)
@@ -100,7 +101,7 @@ def soak(folder: Path, seconds: float) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    """Run all models, and exit with 1 if an answer was wrong."""
+    """Test all models, and exit with 1 if an answer was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["llama", "qwen3_next"])
     parser.add_argument("--seconds", type=float, default=60)

@@ -1,4 +1,4 @@
-"""A new engine finds the prefixes of an earlier engine on disk, and its answers stay the same."""
+"""Tests that a new engine finds the prefixes that an earlier engine has written to disk."""
 
 import dataclasses
 import random
@@ -14,8 +14,8 @@ from nereid_backend.errors import ConfigError
 
 from backend import shrink
 
-# One model of each forward path that has blocks, a model with windows, and a model without
-# attention.
+# One model for each forward path that uses blocks, a model with attention windows, and a model
+# without attention.
 _MODELS = ["llama", "qwen3_next", "mistral", "bloom", "mamba2"]
 _USUAL = ("llama", "qwen3_next")
 PROMPT = [random.Random(1).randrange(3, VOCAB_SIZE) for _ in range(70)]
@@ -58,7 +58,7 @@ def test_damaged_files_are_computed_again(saved, tmp_path):
     for path in files:
         path.write_bytes(path.read_bytes()[:-3])
     assert run_once(saved("llama"), tmp_path) == (expected, 0)
-    # The tokens that were computed again are on disk again.
+    # The engine wrote the recomputed tokens to the disk again.
     assert run_once(saved("llama"), tmp_path) == (expected, 68)
 
 

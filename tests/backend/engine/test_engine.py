@@ -21,7 +21,7 @@ def engine(checkpoint):
 
 
 def drain(engine):
-    """All updates until the engine is idle, as request id -> list."""
+    """Run the engine until it is idle, and return the updates of each request by request id."""
     found = {}
     while engine.has_work():
         for update in engine.step():
@@ -207,7 +207,7 @@ def test_logits_that_are_not_finite_end_that_request_and_nobody_later(checkpoint
     assert ends(found["poisoned"]) == ["error"]
     assert "NaN or infinity" in found["poisoned"][-1].error
     assert [t for u in found["beside"] for t in u.new_token_ids] == clean.outputs[0].token_ids
-    # Its blocks, NaN once, serve the next request.
+    # The next requests use the blocks that contained NaN.
     outputs = engine.generate([[5, 9, 11]] * 4, GREEDY)
     assert all(output.outputs[0].token_ids == clean.outputs[0].token_ids for output in outputs)
     engine.close()
@@ -421,7 +421,7 @@ def test_prompt_logprobs_are_the_models_whole_or_in_chunks_and_never_from_the_ca
 
 
 def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(checkpoint):
-    # The tiny checkpoint has no tokenizer, without which no grammar can be compiled.
+    # The tiny checkpoint has no tokenizer, so the engine cannot compile a grammar.
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     params = SamplingParams(grammar=GrammarSpec("regex", "a+"), n=2)
     engine.add_request("a", [5, 9], params)
@@ -445,7 +445,7 @@ def test_guessed_tokens_do_not_change_an_answer(checkpoint, temperature):
     settings = {"max_model_len": 120, "kv_cache_memory": "4MiB"}
     plain = open_engine(checkpoint("llama"), num_speculative_tokens=0, **settings)
     guessing = open_engine(checkpoint("llama"), num_speculative_tokens=4, **settings)
-    # A bias makes the answers repeat themselves, as those of a trained model do.
+    # The bias makes the answers repeat themselves, as the answers of a trained model do.
     params = SamplingParams(
         temperature=temperature,
         seed=3,
@@ -485,7 +485,7 @@ def test_prompt_lookup_is_on_by_default_without_async_scheduling(checkpoint, set
 
 
 class Never:
-    """Makes guides that are never ready."""
+    """A fake of the object that creates guides. Its guides are never ready."""
 
     def __init__(self):
         self.futures = []
@@ -554,7 +554,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused_when_a_request_comes(engine
     ],
 )
 def test_a_token_for_which_the_model_has_no_logit_does_not_fail_a_step(saved, values):
-    """Llama 3.2 Vision has embeddings, but no logits, for the token of an image and 7 others."""
+    """Llama 3.2 Vision has embeddings, but no logits, for the image token and 7 other tokens."""
     engine = open_engine(saved("mllama"), max_model_len=64)
     assert engine.info.vocab_size == 328
     plain, other = (output.outputs[0] for output in engine.generate([[5, 327], [9]], GREEDY))

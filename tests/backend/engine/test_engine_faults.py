@@ -1,4 +1,4 @@
-"""A step that fails: whose requests end, when the engine goes on, and when it gives up."""
+"""Tests of steps that fail: which requests end, when the engine continues, and when it stops."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_steps_that_fail_again_and_again_end_the_engine(engine, monkeypatch):
             engine.add_request(name, PROMPT, GREEDY)
             assert engine.step()[0].finish_reason == "error"
     engine.add_request("good", PROMPT, GREEDY)
-    finish(engine)  # one that works in between starts the count again
+    finish(engine)  # A successful step resets the number of consecutive failures.
     fail_with(engine, monkeypatch, MemoryError("no room"))
     for name in ("c", "d"):
         engine.add_request(name, PROMPT, GREEDY)

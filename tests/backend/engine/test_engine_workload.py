@@ -6,7 +6,7 @@ from nereid_backend import SamplingParams
 
 
 class Faults:
-    """Makes some forward passes of a model raise."""
+    """A hook that makes some forward passes of a model raise an error."""
 
     def __init__(self, model, rng, share):
         self.rng, self.share = rng, share
@@ -32,7 +32,7 @@ def test_a_mix_of_finished_cancelled_and_failed_requests_leaves_no_block_in_use(
     requests, ends, answers = {}, {}, {}
     for number in range(60):
         prompt = [rng.randrange(3, 320) for _ in range(rng.randint(1, 40))]
-        # A few beginnings that many share.
+        # Many prompts share a prefix of 9 or 30 tokens.
         prompt = ([7, 8, 9] * 12)[: rng.choice([0, 9, 30])] + prompt[:12]
         params = SamplingParams(
             temperature=1.0,

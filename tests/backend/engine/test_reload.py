@@ -1,4 +1,4 @@
-"""New weights replace the old ones without a restart, as in reinforcement learning."""
+"""Tests that an engine replaces its weights without a restart, as in reinforcement learning."""
 
 import shutil
 
@@ -40,7 +40,7 @@ def test_the_tokens_after_a_reload_are_those_of_a_fresh_engine(tmp_path, monkeyp
     old = run_alone(engine)
     for seed in (2, 3):
         save(tmp_path / "a", seed)
-        if seed == 3:  # Not enough memory for both.
+        if seed == 3:  # The memory is too small for the old and the new weights at the same time.
             monkeypatch.setattr("nereid_backend.engine.reload_weights.available_memory", lambda: 0)
         engine.reload()
         new = fresh(tmp_path / "a")
@@ -100,7 +100,8 @@ def test_another_tokenizer_is_refused_before_anything_changes(tmp_path):
     old = run_alone(engine)
     with pytest.raises(RequestError, match=r"path: the file tokenizer\.json of the new checkpoint"):
         engine.reload(str(tmp_path / "b"))
-    # The files of the loaded checkpoint may also have been replaced.
+    # The new tokenizer is also refused if it replaces the file in the folder of the loaded
+    # checkpoint.
     shutil.copy(tmp_path / "b" / "tokenizer.json", tmp_path / "a" / "tokenizer.json")
     with pytest.raises(RequestError, match=r"path: the file tokenizer\.json of the new checkpoint"):
         engine.reload()

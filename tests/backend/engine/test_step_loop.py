@@ -1,4 +1,4 @@
-"""Steps that overlap give what steps one after the other give, and leave nothing behind."""
+"""Tests that overlapping steps give the same results as consecutive steps."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -35,12 +35,12 @@ class ScriptedFlight:
 
 
 class ScriptedRunner:
-    """What a runner does, in the order in which a device does it, with the scripted model.
+    """A fake runner that computes the steps with a `ScriptedModel`, in the order of a real device.
 
     Attributes:
-        wrong: share of the tokens that the next step is given wrongly.
-        faulty: share of the steps that fail when their sampling is begun, or when it is read.
-        num_ahead: steps that were begun while another one was under way.
+        wrong: the probability that the next step gets a wrong token.
+        faulty: the probability that a step fails in `sample`, and that it fails in `finish`.
+        num_ahead: the number of steps that began while another step was running.
     """
 
     def __init__(self, model: ScriptedModel, rng: random.Random, *, wrong=0.0, faulty=0.0):
@@ -82,7 +82,7 @@ class ScriptedRunner:
 
 
 class CheckedLoop(StepLoop):
-    """A loop in which only steps that the test breaks may fail."""
+    """A step loop that raises all errors that the test did not cause."""
 
     def _fail(self, plan, error):
         if "made by the test" not in str(error):
@@ -142,7 +142,7 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
 
 @dataclass
 class Answer:
-    """What was reported of one sequence."""
+    """The reported answer of one sequence."""
 
     token_ids: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
@@ -161,7 +161,7 @@ class Answer:
 
     def check_same(self, other):
         assert (self.token_ids, self.end) == (other.token_ids, other.end)
-        # Which tokens share a step may differ, and with that the rounding.
+        # The two answers may come from steps with different tokens, so their rounding may differ.
         assert self.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
         for one, two in (
             (self.logprobs, other.logprobs),
@@ -174,13 +174,13 @@ class Answer:
 
 
 def answers_of(engine, sequences, *, guided=(), aborts=()):
-    """Each sequence's answer, while requests arrive one by one.
+    """Return the answer of each sequence. Before each step, one more request arrives.
 
     Args:
-        engine: idle.
-        sequences: by name: prompt and parameters.
-        guided: names of requests with a guide.
-        aborts: by name, how many tokens of a request are reported before it is aborted.
+        engine: an idle engine.
+        sequences: the prompt and the parameters of each request, by its name.
+        guided: the names of the requests that have a guide.
+        aborts: for each request to abort, the number of tokens after which it is aborted.
     """
     aborts = dict(aborts)
     answers = {}
@@ -202,7 +202,7 @@ def answers_of(engine, sequences, *, guided=(), aborts=()):
     return answers
 
 
-WISHES = [
+EXTRA_PARAMS = [
     {},
     {},
     {"top_p": 0.8},
@@ -230,7 +230,7 @@ def make_requests(rng, count):
                 logprobs=rng.choice([None, None, 3]),
                 prompt_logprobs=rng.choice([None, None, None, 1]),
                 priority=rng.choice([0, 0, 1]),
-                **rng.choice(WISHES),
+                **rng.choice(EXTRA_PARAMS),
             ),
         )
     return sequences
@@ -260,7 +260,8 @@ def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, s
     for is_on in (False, True):
         engine = open_engine(checkpoint(family), async_scheduling=is_on, **settings)
         if is_on:
-            # As on a GPU, so that some tokens are found to be wrong only afterwards.
+            # On a GPU, the sampler defers uncertain rows: it samples their tokens again after the
+            # next step has begun.
             engine._parts.runner._sampler.defers = True
         found[is_on] = answers_of(engine, sequences, guided=guided, aborts=aborts)
         assert engine.stats().num_preemptions > 0
@@ -292,7 +293,10 @@ def request_of(name, prompt, max_tokens=9, **params):
 
 
 def result_of(plan, token=7, **others):
-    """One token for each chunk that samples, or what is given by the request's name."""
+    """Return a result with `token` for each chunk that samples.
+
+    `others` contains different results for some requests, by the name of the request.
+    """
     names = [chunk.sequence.request_id for chunk in plan.chunks if chunk.samples]
     sampled = [others.get(name, Sampled([token], [-1.0])) for name in names]
     return StepResult(sampled, device_token_ids=[token] * len(sampled))
@@ -318,7 +322,7 @@ def test_a_step_planned_ahead_takes_its_tokens_from_the_one_before():
     scheduler.commit(first, result_of(first))
     assert scheduler.settle(second, [7]) is second
     third = scheduler.plan_ahead(second)
-    # In that order they sampled: a, c, b.
+    # The second step samples for the sequences in the order a, c, b.
     assert third.pending == [(0, 0), (1, 2), (2, 1)]
 
 
@@ -379,7 +383,7 @@ def test_nothing_is_copied_ahead_of_a_step():
     second = scheduler.plan_ahead(first)
     scheduler.commit(first, result_of(first))
     third = scheduler.plan_ahead(scheduler.settle(second, [7]))
-    # The others wait for blocks that the first one writes to.
+    # The other two sequences wait, because they copy blocks to which the first sequence writes.
     assert [len(plan.chunks) for plan in (first, second, third)] == [1, 1, 1]
     assert scheduler.must_wait_for_step
     for plan in (second, third):
@@ -395,7 +399,7 @@ def test_nobody_is_preempted_ahead_of_a_step():
     first = scheduler.plan()
     scheduler.add(request_of("c", [3], priority=-1))
     second = scheduler.plan_ahead(first)
-    # One block is left and goes to a, so b has to wait.
+    # Only one block is free. Sequence a gets this block, so b has to wait.
     assert [chunk.sequence.request_id for chunk in second.chunks] == ["a"]
     assert (scheduler.must_wait_for_step, scheduler.num_preemptions) == (True, 0)
     for plan in (first, second):

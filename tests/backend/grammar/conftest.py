@@ -24,7 +24,7 @@ def vocabulary(guides):
 
 @pytest.fixture
 def guide(guides):
-    """Makes the guide of a grammar and a thinking spec."""
+    """A function that returns the guide of a grammar and a thinking spec."""
 
     def make(spec=None, thinking=None, stops=frozenset(EOS)):
         if spec is not None and not isinstance(spec, GrammarSpec):
@@ -37,7 +37,7 @@ def guide(guides):
 
 @pytest.fixture
 def problem(guides):
-    """The error that a grammar brings."""
+    """A function that compiles a grammar and returns the error."""
 
     def find(kind, source):
         params = SamplingParams(grammar=GrammarSpec(kind, source))
@@ -48,7 +48,7 @@ def problem(guides):
 
 @pytest.fixture(scope="session")
 def allowed(vocabulary):
-    """The tokens that a guide allows next; None is every one."""
+    """A function that returns the set of tokens that a guide allows next. None means all tokens."""
     import numpy as np
     from backend.grammar.random_schemas import bits
 

@@ -1,4 +1,4 @@
-"""Seeded random JSON schemas of the kind that requests bring, and random legal walks."""
+"""Random JSON schemas like those of requests, and random texts that a guide allows."""
 
 import string
 
@@ -8,7 +8,7 @@ STOPS = frozenset({0, 2})
 
 
 def schema(rng, depth=0):
-    """A random schema; objects at the root."""
+    """Return a random schema. At depth 0, the schema is the schema of an object."""
     kinds = [_string, _integer, _number, _enum, _boolean, _null]
     if depth == 0:
         return _object(rng, depth)
@@ -83,15 +83,18 @@ def _any_of(rng, depth):
 
 
 def bits(row, size):
-    """The token ids of a mask's row."""
+    """Return the token ids whose bits are set in a row of a token mask."""
     flags = np.unpackbits(row.view(np.uint8), bitorder="little")[:size]
     return np.flatnonzero(flags).tolist()
 
 
 def walk(guide, vocabulary, rng, *, limit=400, jump=False):
-    """The text of a random legal walk that ended within the limit, else None.
+    """Generate a random text that the guide allows.
 
-    Tokens that end something are preferred, or few walks would end.
+    Tokens that end a part of the text are preferred, because otherwise few texts would end.
+
+    Returns:
+        The text, or None if it did not end within `limit` tokens.
     """
     row = np.zeros(-(-vocabulary.size // 32), np.int32)
     taken = []

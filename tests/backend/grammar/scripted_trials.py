@@ -1,4 +1,7 @@
-"""A server of trials whose grammars say what happens: `python scripted_trials.py FD TIMEOUT_S`."""
+"""A trial server in which the source of a grammar determines the outcome of its trial.
+
+Usage: `python scripted_trials.py FD TIMEOUT_S`
+"""
 
 import os
 import signal
@@ -11,7 +14,7 @@ from nereid_backend.grammar.trial_process import TrialServer
 
 
 def compile_scripted(kind, source):
-    """Do what the source of a grammar says."""
+    """Sleep, use memory, crash or raise an error, depending on the source of a grammar."""
     if source == "slow":
         time.sleep(60)
     elif source == "memory":

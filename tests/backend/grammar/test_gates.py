@@ -1,4 +1,4 @@
-"""Reasoning gates and thinking budgets: where constraints begin, and what is forced."""
+"""Tests of reasoning gates and thinking budgets: where a grammar begins, and what is forced."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What grammars allow, how wrong ones are refused, and the limits of compiling."""
+"""Tests of grammars: which texts they allow, why they are refused, and limits of compilation."""
 
 import json
 import re
@@ -130,7 +130,7 @@ def test_without_any_stop_token_the_checkpoints_own_end_the_answer(guide, allowe
 def test_markup_is_never_text(guide, allowed, vocabulary):
     free = {"type": "structural_tag", "format": {"type": "any_text"}}
     held = guide(GrammarSpec("structural_tag", json.dumps(free)))
-    assert 1 not in allowed(held)  # <|im_start|>
+    assert 1 not in allowed(held)  # Token 1 is <|im_start|>.
     assert vocabulary.encode("hello")[0] in allowed(held)
     text = guide(GrammarSpec("json_schema", '{"type": "string"}'))
     text.accept(vocabulary.encode('"a'))

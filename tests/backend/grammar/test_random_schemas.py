@@ -1,4 +1,4 @@
-"""Whatever a random schema allows, token by token, fits the schema."""
+"""Tests that each text which the guide of a random schema allows is valid for the schema."""
 
 import json
 import os

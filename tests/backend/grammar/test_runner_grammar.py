@@ -1,4 +1,4 @@
-"""The runner with real grammars, over the demo model's vocabulary and random logits."""
+"""Tests of the runner with real grammars, the demo model's vocabulary and random logits."""
 
 import json
 import random
@@ -65,7 +65,11 @@ def make_sequence(guides, spec, seed=0, row=0, **params):
 
 
 def answer(runner, sequences, rng=None, expected=None, limit=400):
-    """Run until all have ended, with guesses where there is something to guess from."""
+    """Run steps until all sequences have ended.
+
+    If `expected` contains the tokens of each sequence, some of them are used as draft tokens. Some
+    drafts end with a wrong token.
+    """
     for _ in range(limit):
         active = [sequence for sequence in sequences if sequence.token_ids[-1] != EOS]
         if not active:
@@ -111,7 +115,8 @@ def test_guesses_do_not_take_the_place_of_what_is_forced(guides):
         answer(runner, [sequence])
         return output_of(sequence)
 
-    # With log-probabilities every token is drawn: the same text, cut in another way.
+    # With log-probabilities, the runner samples every token and forces none. The text is the same,
+    # but it consists of other tokens.
     drawn, forced = answer_of(logprobs=0), answer_of()
     assert drawn != forced
     assert answer_of(guesses=drawn[:6]) == forced

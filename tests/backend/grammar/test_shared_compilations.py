@@ -1,4 +1,7 @@
-"""Requests with equal grammars share one compilation, which ends if all of them are cancelled."""
+"""Tests that requests with equal grammars share one compilation.
+
+The compilation ends if all its requests are cancelled.
+"""
 
 import threading
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""Slow grammars are compiled on trial in a process that limits and kills them."""
+"""Tests of trials. A trial compiles a slow grammar in a process with limited time and memory."""
 
 import json
 import signal
@@ -62,7 +62,7 @@ def test_only_small_grammars_without_slow_keywords_are_quick(spec, expected):
 
 
 def start_server(timeout_s):
-    """Start a server in a process of its own. Return the connection and the process."""
+    """Start a trial server in its own process. Return the connection and the process."""
     ours, theirs = Pipe()
     program = Path(__file__).with_name("scripted_trials.py")
     process = subprocess.Popen(
@@ -75,7 +75,7 @@ def start_server(timeout_s):
 
 @contextmanager
 def running_server(timeout_s):
-    """A connection to a server."""
+    """Run a trial server, and yield a connection to the server."""
     ours, process = start_server(timeout_s)
     yield ours
     ours.close()
@@ -89,7 +89,7 @@ def server():
 
 
 def outcome(server, job_id):
-    """Return the outcome of a trial. Outcomes of other trials are skipped."""
+    """Return the outcome of the trial `job_id`. Skip the outcomes of other trials."""
     while server.poll(30):
         found, *result = server.recv()
         if found == job_id:
@@ -132,7 +132,8 @@ def test_a_killed_server_is_noticed_while_its_children_still_compile():
     connection, process = start_server(30.0)
     connection.send(("compile", 1, "ebnf", "slow"))
     connection.send(("compile", 2, "ebnf", "quick"))
-    assert outcome(connection, 2)[0] == Outcome.DONE  # the slow trial has started before
+    # The slow trial started before the quick trial.
+    assert outcome(connection, 2)[0] == Outcome.DONE
     children = psutil.Process(process.pid).children()
     process.kill()
     try:
@@ -168,7 +169,7 @@ def test_a_process_of_the_trials_that_hangs_is_replaced(monkeypatch):
 
 
 class ScriptedTrials:
-    """Trials whose outcomes the test sets."""
+    """A fake of the trials. The test sets the outcome of each trial."""
 
     def __init__(self):
         self.futures = []

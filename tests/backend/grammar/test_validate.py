@@ -25,7 +25,7 @@ def test_a_problem_is_told_with_its_place(text, words):
 
 
 def doubled(depth, **keywords):
-    """Return a schema whose definitions refer twice to the next definition."""
+    """Return a schema in which each definition refers to the next definition twice."""
     definitions = {
         f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2, **keywords} for n in range(depth)
     }

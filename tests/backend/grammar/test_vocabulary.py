@@ -1,4 +1,4 @@
-"""The bytes of tokens, for each way in which tokenizers spell them."""
+"""Tests of the bytes of tokens, for each way in which tokenizers write bytes as text."""
 
 import pytest
 from backend.text.tokenizers_zoo import byte_fallback, byte_level, unigram

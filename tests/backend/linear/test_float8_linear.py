@@ -1,4 +1,7 @@
-"""Linear layers of 8-bit floating point numbers, whose products torch also computes on a CPU."""
+"""Tests of linear layers with 8-bit floating-point numbers.
+
+torch can compute the products of such numbers on a CPU, too.
+"""
 
 import pytest
 import torch

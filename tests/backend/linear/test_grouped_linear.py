@@ -1,4 +1,4 @@
-"""Linear layers with integer weights by group: packing, and products close to the definition."""
+"""Tests of linear layers with groups of integer weights: the packing, and the products."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.integer_layout import inputs_per_unit, pack_values, unpack_values
 
-# The fastest and the slowest instruction set with a kernel. They have different products of bytes.
+# The fastest and the slowest instruction set with a kernel. They multiply bytes with different
+# instructions.
 KERNELS = ["best", "avx2"] if has_kernels() and grouped_linear.is_available() else []
 
 
@@ -27,9 +28,9 @@ def group_size_for(size, bits):
 
 
 def quantised(outputs, inputs, group_size, bits, *, zero_kind, signed, seed=0):
-    """Return random values, scales and zeros, and the weights that they define.
+    """Return random integers, their scales and zeros, and the weights that they define.
 
-    `zero_kind` is one of ZEROS.
+    `zero_kind` is a member of `ZEROS`.
     """
     generator = torch.Generator().manual_seed(seed)
     low = -(2 ** (bits - 1)) if signed else 0
@@ -49,7 +50,7 @@ def quantised(outputs, inputs, group_size, bits, *, zero_kind, signed, seed=0):
 
 
 def with_rounded_rows(x, weights, group_size):
-    """Return the product of weights and the rows of x, rounded to 8 bits for each group."""
+    """Round each group of each row of `x` to 8 bits, and return the product with the weights."""
     count = -(-x.shape[1] // group_size)
     padded = torch.nn.functional.pad(x, (0, count * group_size - x.shape[1]))
     groups = padded.view(len(x), count, group_size).double()
@@ -59,7 +60,7 @@ def with_rounded_rows(x, weights, group_size):
 
 
 def in_kernel(name, layer, x):
-    """Return layer(x) with the kernels of an instruction set."""
+    """Return `layer(x)`, computed with the kernels for the instruction set `name`."""
     if name == "best":
         return layer(x)
     with forced_instruction_set(name):
@@ -84,7 +85,7 @@ def test_a_kernel_multiplies_the_integers_of_rows_and_weights(name, zero_kind, b
         with torch.inference_mode():
             found = in_kernel(name, layer, x)
             alone = in_kernel(name, layer, x[-1:])
-        # A number in the middle between two integers can be rounded to either of them.
+        # A number halfway between two integers can be rounded to either integer.
         assert (found - expected).abs().max() < 4e-3 * expected.abs().max()
         assert torch.equal(alone, found[-1:])
 

@@ -28,7 +28,7 @@ LAYOUTS = [
     "int8",
     "int4",
 ]
-# The class of a layer with each layout, before and after it is merged.
+# For each layout, the class of a layer before the merge and the class after the merge.
 CLASSES = {
     "packed": (NativeLinear, MergedNativeLinear),
     "as loaded": (nn.Linear, MergedLinear),
@@ -96,7 +96,7 @@ def test_a_layer_with_another_input_than_its_group_computes_its_own_output(layou
     layers.first(x)
     torch.testing.assert_close(layers.second(other), expected[1])
     torch.testing.assert_close(layers.third(other), expected[2])
-    # An equal tensor that is another one does not count as the same input.
+    # Another tensor with equal numbers does not count as the same input.
     layers.first(other)
     torch.testing.assert_close(layers.second(other.clone()), expected[1])
 
@@ -153,7 +153,7 @@ def test_an_engine_with_merged_layers_gives_the_same_tokens(
     path = checkpoint(architecture)
     expected = tokens(path, prepack=False, **settings)
     if layout == "as loaded":
-        # The layers of a GPU have torch's layout.
+        # On a GPU, the layers keep torch's layout.
         monkeypatch.setattr(load_weights, "prepack_linears", lambda *_, **__: 1)
     classes = set()
     assert tokens(path, classes, **settings) == expected

@@ -1,4 +1,4 @@
-"""The kernels add the products of adapters exactly, for any sizes, rows and instruction set."""
+"""Tests that the kernels add the products of adapters, for many sizes and instruction sets."""
 
 import copy
 from types import SimpleNamespace
@@ -27,12 +27,13 @@ pytestmark = pytest.mark.skipif(not native_linear.is_available(), reason="no com
 class Layers(nn.Module):
     """Three layers with the same input.
 
-    The layers are packed and merged. If `kind` is "plain", their adapters need hooks.
+    `kind` is "plain", "packed" or "merged". Merged layers are also packed. The adapters of plain
+    layers need hooks.
     """
 
     def __init__(self, dim, outputs, dtype, kind="merged"):
         super().__init__()
-        # The numbers of outputs of all merged layers except the last fill whole panels.
+        # All merged layers except the last must have as many outputs as fill whole panels.
         sizes = (16 * outputs, 16, outputs)
         self.parts = nn.ModuleList([nn.Linear(dim, size, dtype=dtype) for size in sizes])
         self.plain = [part.weight.detach().double() for part in self.parts]
@@ -47,7 +48,7 @@ class Layers(nn.Module):
 
 
 def serve(adapters, owners, counts):
-    """Return a context in which the rows of each chunk use the adapter of the chunk."""
+    """Return a context in which chunk i has `counts[i]` rows that use the adapter `owners[i]`."""
     return adapters.serving(
         [
             SimpleNamespace(sequence=SimpleNamespace(adapter=owner), num_tokens=count)
@@ -57,7 +58,7 @@ def serve(adapters, owners, counts):
 
 
 def make_adapters(native, model, ranks, dtype):
-    """Add one adapter for each rank. Adapter number 1 leaves the second layer unchanged."""
+    """Add one adapter for each rank. The second adapter leaves the second layer unchanged."""
     made = []
     for number, rank in enumerate(ranks):
         adapter = Adapter(str(number), "", bytes([number]))
@@ -75,7 +76,7 @@ def make_adapters(native, model, ranks, dtype):
 
 
 def expected_outputs(model, x, owners, made):
-    """Return the outputs of each layer in double precision."""
+    """Return the outputs of each layer, computed in double precision."""
     outputs = []
     pairs = dict(made)
     for index, (part, weight) in enumerate(zip(model.parts, model.plain, strict=True)):

@@ -1,4 +1,4 @@
-"""The native kernels of linear layers equal the product, with each instruction set of the CPU."""
+"""Tests that the native kernels of linear layers are right with each instruction set of the CPU."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no AVX2")
 
 
-# Other instruction sets than the best: without matrix tiles, and with the shortest vectors. A test
-# of all instruction sets would build more libraries.
+# Two instruction sets besides the best: one without matrix tiles, and one with the shortest
+# vectors. Tests of more instruction sets would build more libraries.
 OTHER_KERNELS = [
     one.name for one in supported_instruction_sets()[1:] if one.name in ("avx512_bf16", "avx2")
 ]

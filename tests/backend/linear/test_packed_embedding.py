@@ -1,4 +1,4 @@
-"""Embeddings that read packed weights, and models that need the weight of the embedding itself."""
+"""Tests of embeddings that read packed weights, and of models that need the unpacked weight."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_an_embedding_is_rounded_like_the_output_layer(tied, bits):
     assert isinstance(embedding, GroupedEmbedding)
     rows = embedding(IDS)
     assert rows.dtype == torch.float32
-    # The embedding shares the 6-bit weight of the output layer if the other layers have 4 bits.
+    # If the other layers have 4 bits, a tied embedding shares the 6-bit weight of the output layer.
     largest_integer = 31 if tied and bits == 4 else 127
     assert (rows - original).abs().max() <= original.abs().max() / largest_integer
     if tied:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights become integers at load: close to the originals."""
+"""Tests of linear layers whose weights are rounded to integers when the model is loaded."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.quantise_weights import quantise_linears
 from nereid_backend.model import load_weights
 
-# The error of an output relative to its standard deviation, with normally distributed weights.
+# The largest allowed error of the outputs for each number of bits. The error is divided by the
+# standard deviation of the outputs. The weights are normally distributed.
 LIMITS = {8: 0.015, 6: 0.04, 4: 0.1}
 
 

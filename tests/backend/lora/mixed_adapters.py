@@ -1,4 +1,4 @@
-"""Adapters of a tiny model, and the answers with and without them, computed at the same time."""
+"""Adapters of a tiny model, and answers with and without these adapters at the same time."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ NAMES = ("", "wide", "narrow")
 
 
 def answer_mixed(engine, names=NAMES, *, checks=True):
-    """Return the tokens of each prompt with each adapter, computed at the same time."""
+    """Answer each prompt with each adapter, all at the same time. Return the tokens."""
     for number, prompt in enumerate(PROMPTS):
         for name in names:
             params = dataclasses.replace(PARAMS, lora_name=name)
@@ -25,7 +25,11 @@ def answer_mixed(engine, names=NAMES, *, checks=True):
 
 
 def write_both(folder, model):
-    """Write two adapters of different ranks and layers. Return the model and the merged models."""
+    """Write two adapters with different ranks and layers.
+
+    Returns:
+        The model without an adapter, and the model with the merged weights of each adapter.
+    """
     layers = linear_layers(model)
     wide = write_adapter(folder / "wide", model, layers, rank=5, seed=1)
     narrow = write_adapter(folder / "narrow", model, layers[::2], rank=3, seed=2, use_rslora=True)

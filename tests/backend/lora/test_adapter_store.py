@@ -1,4 +1,4 @@
-"""Loading, unloading, replacing and evicting adapters, and the refusal of unsuitable ones."""
+"""Tests of loading, unloading, replacing, evicting and refusing adapters."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def folders(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def size(folders, checkpoint):
-    """The memory that one adapter needs in an engine."""
+    """The memory in bytes that one adapter needs in an engine."""
     engine = open_engine(checkpoint("llama"), lora_adapters={"a": folders["a"]})
     [resident] = engine._parts.adapters._resident.values()
     engine.close()

@@ -1,4 +1,7 @@
-"""Requests with adapters get the tokens of the merged weights, whatever runs at the same time."""
+"""Tests that a request with an adapter gets the tokens of a model with merged weights.
+
+Requests with other adapters and without an adapter run at the same time.
+"""
 
 import dataclasses
 import json
@@ -32,7 +35,7 @@ FAMILIES = [
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """The folder of a model and its adapters, and the tokens of transformers for each of them."""
+    """The folder of a model and two adapters, and the tokens of transformers for each of these."""
     folder = tmp_path_factory.mktemp("llama")
     return folder, references(folder, write_both(folder, BY_NAME["llama"].make()))
 

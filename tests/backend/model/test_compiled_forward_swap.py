@@ -17,7 +17,7 @@ PROMPT = [5, 9, 11, 4]
 
 
 class Compilation:
-    """A compilation whose outcome the test chooses."""
+    """A fake compilation. The test sets its outcome."""
 
     last: "Compilation"
 
@@ -31,7 +31,7 @@ class Compilation:
 
 @pytest.fixture(autouse=True)
 def compilation(request, tmp_path, monkeypatch):
-    """A machine that compiles all models in the background, and has compiled none yet."""
+    """Let the engine compile models of every size, and start with an empty cache of libraries."""
     monkeypatch.setattr(library_files, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compiled_forward_swap, "MIN_WEIGHTS_BYTES", 0)
     if not request.node.get_closest_marker("long"):
@@ -39,7 +39,11 @@ def compilation(request, tmp_path, monkeypatch):
 
 
 def use_library(monkeypatch, run):
-    """Let every library compute the logits of a step with `run(model, batch, attention)`."""
+    """Let every library compute the logits of a step with `run(model, batch, attention)`.
+
+    Returns:
+        A list to which each computed step adds its number of tokens.
+    """
     steps = []
 
     class Library(CompiledForward):
@@ -89,7 +93,8 @@ def test_the_engine_swaps_in_a_checked_library_between_two_steps(engine, monkeyp
     assert not engine.is_swapping()
     assert "the forward pass is compiled and used from now on" in engine.lines[-1]
     assert caplog.text == ""
-    # The check computes the three prompts of the test in chunks, next to the engine's own steps.
+    # The check computes three prompts in chunks of at most 8 tokens, between the engine's own
+    # steps.
     assert max(steps) == 8
     assert engine._parts.runner._path._compiled is not None
 
@@ -247,11 +252,12 @@ def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
 def test_several_engines_may_check_a_library_at_the_same_time(tmp_path, monkeypatch):
     records = tmp_path / "failed_checks"
     checks_of_engines = [{} for _ in range(5)]
-    for checks in checks_of_engines:  # no engine has finished its check yet
+    for checks in checks_of_engines:  # No engine has finished its check yet.
         monkeypatch.setattr(library_files, "_running_checks", checks)
         library_files.begin_check(tmp_path)
     assert records.stat().st_size == 1
-    checks_of_engines[0].pop(tmp_path).close()  # as if this engine had crashed
+    # If this engine crashed, its file would be closed, too.
+    checks_of_engines[0].pop(tmp_path).close()
     library_files.begin_check(tmp_path)
     assert records.stat().st_size == 2
     library_files.confirm_check(tmp_path)
@@ -273,7 +279,7 @@ def test_another_value_of_the_setting_is_refused(checkpoint):
         EngineConfig(str(checkpoint("llama")), compile_forward="always")
 
 
-@pytest.mark.long  # because compiling takes half a minute
+@pytest.mark.long  # Compiling takes half a minute.
 @pytest.mark.skipif(
     not native_linear.can_pack(torch.ones(2, 2)), reason="no compiler, or no vectors for kernels"
 )

@@ -1,4 +1,4 @@
-"""RMSNorm modules are replaced by torch's fused function only where the numbers stay the same."""
+"""Tests that torch's fused function replaces RMSNorm modules only if the results stay the same."""
 
 from types import SimpleNamespace
 
@@ -13,14 +13,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 
 class OtherRMSNorm(Qwen3RMSNorm):
-    """A class whose result differs from that of its name."""
+    """A class that is named like an RMSNorm but computes other results."""
 
     def forward(self, hidden_states):
         return super().forward(hidden_states) * 1.1
 
 
 class GatedRMSNorm(Qwen3RMSNorm):
-    """A class that needs a second argument."""
+    """A class whose `forward` needs a second argument."""
 
     def forward(self, hidden_states, gate):
         return super().forward(hidden_states) * gate

@@ -28,7 +28,7 @@ from transformers import AutoConfig
 
 @pytest.fixture
 def copy(checkpoint, tmp_path):
-    """A copy of a checkpoint that a test may break."""
+    """A copy of a checkpoint. A test may damage the copy."""
     return shutil.copytree(checkpoint("llama"), tmp_path / "copy")
 
 
@@ -340,11 +340,11 @@ class Model(LlamaForCausalLM):
 
 @pytest.fixture
 def remote_modules(monkeypatch, tmp_path):
-    """Where transformers puts a checkpoint's code: away from the user's own cache."""
+    """Let transformers write the code of checkpoints to a temporary folder."""
     from transformers import dynamic_module_utils
 
-    # An earlier test may have put the user's own cache on the path. Python would look for the
-    # package transformers_modules only there.
+    # An earlier test may have added the user's cache to `sys.path`. Python would then look for the
+    # package `transformers_modules` only in the user's cache.
     user_cache = dynamic_module_utils.HF_MODULES_CACHE
     monkeypatch.setattr("sys.path", [folder for folder in sys.path if folder != user_cache])
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -32,9 +32,10 @@ def test_a_pooling_model_that_exceeds_its_share_of_a_gpu_is_refused(monkeypatch)
     ("used_by_others", "expected"),
     [
         (0, 40 * GIB - 16 * GIB - GIB),
-        # Other processes, such as an embedding model, have shares of their own.
+        # Memory that other processes use does not count, because they have their own shares of the
+        # GPU.
         (20 * GIB, 40 * GIB - 16 * GIB - GIB),
-        # But memory that they use cannot be used again.
+        # The free memory of the GPU is also a limit.
         (60 * GIB, 80 * GIB - 60 * GIB - 16 * GIB - GIB),
     ],
 )

@@ -1,4 +1,7 @@
-"""A checkpoint that is larger than the free memory: its refusal, and rounding while reading."""
+"""Tests of checkpoints that are larger than the free memory.
+
+Such a checkpoint is refused, or its weights are rounded while they are read.
+"""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Models and settings that tensor parallelism does not support are refused before loading."""
+"""Tests that models and settings that tensor parallelism does not support are refused."""
 
 import json
 from dataclasses import replace

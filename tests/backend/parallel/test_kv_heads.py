@@ -1,4 +1,4 @@
-"""Several ranks compute the same KV head if a model has fewer KV heads than ranks."""
+"""Tests that several ranks compute the same KV head if a model has fewer KV heads than ranks."""
 
 from copy import deepcopy
 
@@ -52,7 +52,7 @@ def test_each_rank_keeps_the_kv_head_of_its_query_heads(num_kv_heads, size):
 
 
 def test_layers_with_more_kv_heads_than_ranks_keep_several_heads():
-    """A model can have layers with different numbers of KV heads, but a rule is for all layers."""
+    """The layers of a model can differ in their KV heads, but a rule applies to all layers."""
     model = make_model(2)
     model.model.layers[1] = make_model(8).model.layers[1]
     rules = replication_rules(model, model.tp_plan, 4)

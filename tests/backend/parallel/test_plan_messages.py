@@ -1,4 +1,4 @@
-"""The forward passes of the other ranks read the same tensors as those of rank 0."""
+"""Tests that the forward passes of the other ranks read the same tensors as rank 0 does."""
 
 import random
 
@@ -17,11 +17,11 @@ NULL_BLOCK = 1000
 
 
 class RandomPlans:
-    """Plans of random sequences, which have the properties of the scheduler's plans.
+    """Plans of random sequences. The plans have the properties of the scheduler's plans.
 
     Attributes:
-        num_null_blocks: the number of blocks that left a window.
-        num_rejected_drafts: the number of draft tokens that were replaced.
+        num_null_blocks: the number of blocks that left an attention window.
+        num_rejected_drafts: the number of rejected draft tokens.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Errors of rank 0 are reported together with the failure of another rank."""
+"""Tests that an error of rank 0 is reported together with the failure of another rank."""
 
 import threading
 
@@ -8,7 +8,7 @@ from nereid_backend.parallel.ranks import Ranks
 
 
 def failed_ranks(failure):
-    """Return ranks of which one has already failed."""
+    """Return the ranks of an engine in which one rank has already failed."""
     ranks = Ranks.__new__(Ranks)
     ranks._failure = failure
     ranks._has_failed = threading.Event()

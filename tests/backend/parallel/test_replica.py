@@ -1,4 +1,4 @@
-"""The settings and the GPUs of one of several engine processes."""
+"""Tests of the settings and the GPUs of each engine process if there are several processes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A model that is divided over several processes generates the same tokens as one process."""
+"""Tests that several processes with parts of a model generate the same tokens as one process."""
 
 import dataclasses
 import os
@@ -23,16 +23,16 @@ _LATENT = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 48,
 }
-# The architectures of the matrix. "deepseek_v2" divides the heads of latent attention; the plans of
-# other types with latent attention divide only the other layers.
+# The tested architectures. The plan of "deepseek_v2" divides the heads of latent attention. The
+# plans of other types with latent attention divide only the other layers.
 DENSE = ["llama", "qwen2", "qwen3", "gemma", "glm", "gpt_neox", "granite", "olmo2", "phi"]
 WINDOWS = ["mistral", "gemma2", "gemma3_text", "cohere2", "exaone4", "phi3", "llama4_text"]
 EXPERTS = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe"]
 TYPES = [*DENSE, *WINDOWS, *EXPERTS, "smollm3", "starcoder2"]
 
 
-# Architectures with KV heads that several processes compute. The plans of the other architectures
-# do not divide the KV heads, or one layer computes queries, keys and values.
+# Architectures in which several processes can compute the same KV head. The plans of the other
+# architectures do not divide the KV heads, or one layer computes queries, keys and values.
 SHARED_KV_HEADS = [
     *["llama", "qwen2", "qwen3", "gemma", "glm", "granite", "mistral", "gemma2", "gemma3_text"],
     *["cohere2", "exaone4", "llama4_text", "qwen3_moe", "mixtral", "glm4_moe", "smollm3"],
@@ -41,7 +41,7 @@ SHARED_KV_HEADS = [
 
 
 def family(model_type, num_kv_heads=4):
-    """Return a family of tiny models with 8 heads. The default allows 4 processes."""
+    """Return a family of tiny models with 8 query heads, for at most `num_kv_heads` processes."""
     extra = {"num_attention_heads": 8, "num_key_value_heads": num_kv_heads, "head_dim": 16}
     if model_type == "deepseek_v2":
         made = dataclasses.replace(BY_NAME["llama"], name=model_type, model_type=model_type)
@@ -88,7 +88,7 @@ def test_two_processes_give_the_tokens_of_one_and_a_lost_process_ends_the_engine
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_two_processes_clear_the_blocks_of_a_failed_sequence_and_refuse_adapters(tmp_path):
-    """The architecture has sliding windows. The two processes share the only KV head."""
+    """The model has sliding windows and one KV head, which the two processes share."""
     folder = family("gemma2", num_kv_heads=1).save(tmp_path)
     engine = open_engine(folder, tensor_parallel_size=2)
     try:

@@ -42,7 +42,7 @@ def wait_until(condition, timeout_s=30.0):
 
 @pytest.fixture
 def locked(tmp_path):
-    """A folder for libraries in which another process is compiling, so that all others wait."""
+    """A folder for libraries that is locked, as if another process were compiling in it."""
     with (tmp_path / "background.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield tmp_path
@@ -50,7 +50,7 @@ def locked(tmp_path):
 
 @pytest.fixture
 def waiting(locked):
-    """A compilation that waits for another one."""
+    """A compilation that waits until the folder is unlocked."""
     compilation = BackgroundCompilation(b"a model", locked / "library")
     yield compilation
     compilation.close()
@@ -90,7 +90,8 @@ def test_the_process_dies_with_the_engine(locked):
     command = [sys.executable, "-c", _ENGINE, str(locked / "library")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
         process = psutil.Process(int(engine.stdout.readline()))
-        assert wait_until(lambda: process.num_threads() == 2)  # it has received the model
+        # The second thread starts after the process has received the model.
+        assert wait_until(lambda: process.num_threads() == 2)
         engine.kill()
     assert wait_until(lambda: not process.is_running() or process.status() == "zombie")
 
@@ -109,7 +110,7 @@ def test_a_process_that_takes_too_long_is_killed(locked):
     assert not process.is_running()
 
 
-@pytest.mark.long  # because the process imports torch
+@pytest.mark.long  # The process imports torch, which takes long.
 def test_an_error_of_the_process_is_the_reason(tmp_path):
     compilation = BackgroundCompilation(b"no model", tmp_path / "library")
     assert wait_until(lambda: compilation.outcome is not None, 120)
@@ -127,7 +128,7 @@ def test_a_process_that_cannot_start_raises(tmp_path, monkeypatch):
 
 
 def received(module):
-    """Return a module after it was sent to another process."""
+    """Pack a module to send it to another process, and return the unpacked module."""
     skeleton = Skeleton(module, "attention", is_native=True, num_threads=3)
     other = unpack_skeleton(pack_skeleton(skeleton))
     assert other[1:] == skeleton[1:]
@@ -178,7 +179,7 @@ def test_tensors_made_for_inference_are_sent():
 
 
 class OddTensor(torch.Tensor):
-    """A class of tensor that torch's compiler may treat in its own way."""
+    """A subclass of Tensor, which torch's compiler may treat differently from Tensor."""
 
 
 @pytest.mark.parametrize(

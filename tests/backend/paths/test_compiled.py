@@ -27,7 +27,7 @@ PROMPTS = [[5, 9, 11, 4], [7], list(range(3, 60))]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder for compiled libraries, instead of the cache of this machine."""
+    """An empty folder that replaces the machine's cache of compiled libraries."""
     monkeypatch.setattr(library_files, "cache_folder", lambda: tmp_path)
     return tmp_path
 
@@ -46,8 +46,9 @@ def answers(path, **settings):
         engine.close()
 
 
-# Sinks and experts; windows and soft caps. The library stays in the cache of this machine, because
-# compiling it takes half a minute. Its name depends on everything that it was built from.
+# gpt_oss has attention sinks and experts, and gemma2 has windows and soft caps. Their libraries
+# stay in the cache of this machine, because compiling a library takes half a minute. The name of a
+# library depends on everything that the library was built from.
 @pytest.mark.parametrize(
     "architecture", ["gpt_oss", pytest.param("gemma2", marks=pytest.mark.long)]
 )
@@ -61,14 +62,14 @@ def test_a_compiled_model_gives_the_tokens_of_the_model_as_it_is(checkpoint, arc
 
 @pytest.fixture(scope="module")
 def one_layer():
-    """A family of models whose library takes half as long to compile as that of two layers."""
+    """A family of models with one layer, which compiles twice as fast as a model with two layers."""
     llama = BY_NAME["llama"]
     return dataclasses.replace(llama, extra={**llama.extra, "num_hidden_layers": 1})
 
 
 @pytest.fixture(scope="module")
 def library(one_layer, tmp_path_factory):
-    """The folder of a checkpoint, and a folder for compiled libraries that contains its library."""
+    """The folder of a checkpoint, and a folder with the compiled library of this checkpoint."""
     path = one_layer.save(tmp_path_factory.mktemp("one-layer"))
     folder = tmp_path_factory.mktemp("libraries")
     with pytest.MonkeyPatch.context() as patched:
@@ -129,7 +130,8 @@ def test_a_compiled_forward_pass_computes_steps_with_adapters(
 
 
 def test_a_library_serves_only_checkpoints_with_equal_short_vectors(checkpoint):
-    # torch's compiler writes such vectors into the code, such as these sinks of four heads.
+    # torch's compiler writes short vectors into the code, such as the sinks of four attention
+    # heads.
     model = AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"))
     layer = model.model.layers[0]
     name = library_files._hash_of_library(model, {})
@@ -200,7 +202,7 @@ def test_a_library_that_another_engine_has_stored_meanwhile_stays(tmp_path, monk
 
 
 def test_literals_come_back_to_the_model_s_device_but_for_those_of_the_host(tmp_path):
-    class Elsewhere(torch.Tensor):  # says that it is on a GPU
+    class Elsewhere(torch.Tensor):  # This tensor reports that it is on a GPU.
         device = torch.device("cuda")
 
     literals = {"here": torch.ones(2), "there": torch.ones(2).as_subclass(Elsewhere)}

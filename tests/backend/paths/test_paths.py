@@ -1,4 +1,4 @@
-"""What the paths below the packed one do that answers alone do not show."""
+"""Tests of the forward paths other than the packed path: their states, logits and self-checks."""
 
 import logging
 import re
@@ -60,7 +60,7 @@ def next_chunk(sequence, token_id):
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "minimax"])
 def test_the_states_of_ended_sequences_are_deleted(model_type, saved):
-    # The scheduler gives their memory to other sequences and to snapshots.
+    # The scheduler gives the memory of ended sequences to other sequences and to snapshots.
     engine = open_engine(saved(model_type))
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, replace(PARAMS, max_tokens=number + 1))
@@ -185,7 +185,7 @@ def test_the_self_check_notices_a_state_that_outlives_its_request(saved, monkeyp
 
 
 def _dirty(make):
-    """Caches whose convolutions begin with something in them."""
+    """Return a function that creates caches as `make` does, but with states that are not empty."""
 
     def made(config):
         cache = make(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of several sequences are merged into the cache of a batch."""
+"""Tests that the states of several sequences are merged into the cache of a batch."""
 
 from types import SimpleNamespace
 

@@ -77,7 +77,7 @@ def test_with_too_many_retained_items_age_decides():
     order = order_of([1, 2, 3], max_retained=1)
     order.retain([2, 3], A, 10)
     order.add(4)
-    # 1 is older than the session, and the session is older than 4.
+    # Item 1 is older than the session, and the session is older than item 4.
     assert popped(order) == [1, 2, 4, 3]
 
 

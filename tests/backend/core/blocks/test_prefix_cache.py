@@ -13,13 +13,13 @@ def make_sequence(tokens: list[int], salt: str = "") -> Sequence:
 
 
 def find(cache: PrefixCache, sequence: Sequence) -> list[int]:
-    """The cached blocks of a model with one group of layers."""
+    """Return the cached blocks of `sequence` for a model with one group of layers."""
     (blocks,) = cache.find(sequence)
     return blocks
 
 
 def computed(pool: BlockPool, cache: PrefixCache, sequence: Sequence) -> list[int]:
-    """Run a request to the end of what it knows and let it go; returns the blocks it had."""
+    """Compute all tokens of a request, release its blocks, and return these blocks."""
     found = find(cache, sequence)
     pool.acquire(found)
     count = -(-len(sequence.token_ids) // BLOCK)
@@ -71,7 +71,8 @@ def test_another_salt_finds_nothing(pool, cache):
 
 
 def test_a_salt_that_looks_like_a_blocks_name_leads_to_no_other_block(pool, cache):
-    # With a digest as salt, the second block of the one would be the first of the other.
+    # If a salt were hashed in the same way as the digest of a block, a digest as the salt would
+    # make the second block of `sequence` equal to the first block of a new sequence.
     for start in range(10_000):
         sequence = make_sequence([start] * 4 + TOKENS[:5])
         cache.find(sequence)
@@ -93,7 +94,7 @@ def test_the_longest_unused_is_forgotten_first_and_a_tail_before_its_head(pool, 
     old, new = list(range(200, 213)), list(range(300, 313))
     computed(pool, cache, make_sequence(old))
     computed(pool, cache, make_sequence(new))
-    # Each left 3 full blocks to be found, and 2 of the 8 are free.
+    # Each request left 3 full blocks in the cache, and 2 of the 8 blocks are free.
     pool.release(pool.allocate(4))
     assert len(find(cache, make_sequence(old))) == 1
     assert len(find(cache, make_sequence(new))) == 3

@@ -29,7 +29,8 @@ def run(scheduler: Scheduler, *sequences: Sequence):
     """Run requests to their end.
 
     Returns:
-        The chunks as (start, end), and the positions of the saved and of the loaded snapshots.
+        The (start, end) of each chunk, the positions of the saved snapshots, and the positions of
+        the loaded snapshots.
     """
     for sequence in sequences:
         scheduler.add(sequence)
@@ -98,5 +99,5 @@ def test_running_sequences_and_snapshots_share_the_memory(num_states):
         run(scheduler, *(make_sequence(str(prompt[0]), prompt) for prompt in prompts))
         assert len(scheduler.cache.snapshots) <= num_states
     if num_states == 2:
-        # The last sequences left no memory for a snapshot while they were running.
+        # While the last two sequences were running, no memory was left for snapshots.
         assert len(scheduler.cache.snapshots) < 2

@@ -11,10 +11,10 @@ def make_sequence() -> Sequence:
 
 
 def run(lengths: DraftLengths, rate: float, num_steps: int, seed: int = 0) -> list[int]:
-    """Draft for one sequence, whose draft tokens are accepted with the given rate.
+    """Run steps of one sequence whose draft tokens are accepted with the probability `rate`.
 
     Returns:
-        The lengths of the drafts, one for each step.
+        The length of the draft in each step.
     """
     rng = random.Random(seed)
     sequence = make_sequence()
@@ -41,7 +41,7 @@ def test_drafts_are_turned_off_if_no_token_is_accepted_and_tried_less_and_less_o
     chosen = run(lengths, 0.0, 2000)
     assert sum(chosen[:500]) < 25
     assert sum(chosen[1000:]) <= 2
-    # A new sequence starts with the experience of the earlier sequences.
+    # A new sequence starts with the acceptance rate of the earlier sequences.
     assert sum(run(lengths, 0.0, 500)) <= 5
 
 
@@ -71,8 +71,8 @@ def test_the_cost_ratio_is_measured_by_the_number_of_sequences():
     for num_sequences, seconds in ((1, 1.0), (64, 8.0)):
         for _ in range(5):
             costs.add_step(num_sequences, 0, seconds)
-    # One sequence: 4 draft tokens take 0.4 of the time. 64 sequences: each draft token takes as
-    # long as one sequence.
+    # With one sequence, each draft token adds a tenth of the step's time. With 64 sequences, each
+    # draft token adds 1/64 of the step's time, which is as much as one sequence adds.
     for _ in range(5):
         costs.add_step(1, 4, 1.4)
         costs.add_step(64, 16, 10.0)

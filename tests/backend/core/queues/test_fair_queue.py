@@ -1,4 +1,4 @@
-"""Several clients share an engine: rows, blocks and the token budget of each step."""
+"""Tests that several clients share the rows, the blocks and the token budget of an engine."""
 
 import pytest
 from backend.core.test_scheduler import commit, make_scheduler, make_sequence
@@ -35,7 +35,7 @@ def crowded(num_steps=3, count=200, prompt=40, **settings):
 def test_a_short_request_does_not_wait_for_200_long_ones(num_steps, num_blocks, max_num_seqs):
     scheduler = crowded(num_steps, num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=300)
     scheduler.add(make_sequence("short", [5] * 12, client_id="patient"))
-    # Its own prefill takes one step.
+    # One of the three steps computes the prompt of the short request.
     assert steps_until_first_token(scheduler, "short") <= 3
 
 

@@ -139,7 +139,7 @@ class ChildProcess:
             # The settings are the first message to the process. The process then loads its model.
             child.send(program.settings)
             child._await_ready(progress, while_loading)
-        except NereidError:  # Loading has failed, or `while_loading` has ended the start.
+        except BaseException:  # Loading has failed, or a callback has ended the start.
             child.stop()
             raise
         return child

@@ -38,6 +38,12 @@ def receive(child, count=1, limit_s=60.0, *, is_working=True):
     return messages
 
 
+def scripted_children():
+    """Return the running child processes of this process that run scripted_child.py."""
+    children = psutil.Process().children()
+    return [child for child in children if any("scripted_child" in arg for arg in child.cmdline())]
+
+
 # A number of messages that is never reached, so that `receive` ends only with an error.
 FOREVER = 10**9
 
@@ -75,11 +81,19 @@ def test_loading_has_a_time_limit_and_the_caller_is_called_meanwhile(make_progra
     ):
         ChildProcess.start(program, lambda line: None, lambda: calls.append(1))
     assert len(calls) > 2
-    assert not [
-        child
-        for child in psutil.Process().children()
-        if "backend.serving.process.scripted_child" in child.cmdline()
-    ]
+    assert not scripted_children()
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_any_exception_of_a_callback_ends_the_process(make_program, monkeypatch, error):
+    def interrupt():
+        assert scripted_children()
+        raise error
+
+    monkeypatch.setattr(process_handle, "_STOP_TIMEOUT_S", 0.1)
+    with pytest.raises(error):
+        ChildProcess.start(make_program(loading="hangs"), lambda line: None, interrupt)
+    assert not scripted_children()
 
 
 def test_a_killed_process_is_noticed_at_once_and_later_messages_are_dropped(start):

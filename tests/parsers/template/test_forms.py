@@ -319,6 +319,20 @@ def test_a_recognised_format_that_parses_the_renderings_wrongly_is_inferred_inst
     assert [call.name for call in message.tool_calls] == ["list_all"]
 
 
+def test_unquoted_keys_after_white_space_are_inferred():
+    text = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
+        "{% for c in m.tool_calls %}<call>{{ c.function.name }}({ "
+        "{% for k, v in c.function.arguments.items() %}{{ k }}: {{ v | tojson }}"
+        "{% if not loop.last %}, {% endif %}{% endfor %} })</call>{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    analysis = analyze_template(text)
+    assert (analysis.supports.calls, analysis.undecided) == ("bare keys", ())
+    [call] = parse('<call>save({ text: "a b", n: 1 })</call>', format=analysis.format).tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("save", {"text": "a b", "n": 1})
+
+
 def test_a_system_message_that_depends_on_the_generation_prompt_is_no_part_of_the_header():
     text = (
         "{% if add_generation_prompt and messages[0].role != 'system' %}"

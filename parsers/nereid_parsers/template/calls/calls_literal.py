@@ -167,14 +167,15 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     # The pieces of `<call>f{a:<q>x<q>}</call>` are `<call>`, `{`, `:<q>` and `<q>}</call>`.
     _before_name, before_key, before_value, after_value = pieces
     quote = _quote_after_colon(before_value)
-    has_unquoted_key = before_key.endswith("{")
+    opening = before_key.rstrip()  # White space may follow the brace, as in `f{ a: "x" }`.
+    has_unquoted_key = opening.endswith("{")
     has_quoted_value = bool(quote) and after_value.startswith(quote)
     if not has_unquoted_key or not has_quoted_value:
         return None
     markup = _markup_of_calls_in_braces(texts)
     calls = calls_with_head(
         before_name=markup.item_open,
-        after_name=before_key.removesuffix("{"),
+        after_name=opening.removesuffix("{"),
         body=BareKeyArguments(quote),
         close=markup.item_close,
     )

@@ -24,6 +24,7 @@ CALL = ("get_weather", {"city": "Rome"})
 UNCLOSED = "the reasoning before the tool call is not closed"
 MISSING_CLOSE = "the closing marker of an argument is missing"
 MISSING_OPEN = "the opening marker of the tool call is missing"
+REPEATED_OPEN = "an opening marker before the tool call is repeated"
 WRAPPED = "an object that encloses the arguments was removed"
 
 
@@ -159,6 +160,34 @@ def test_special_tokens_of_the_reasoning_never_appear_in_the_content():
     ]
 )
 def test_the_special_tokens_of_an_empty_section_never_appear_in_the_content(case):
+    check(case)
+
+
+REPEATED = [
+    ({"tools": "hermes"}, f"<tool_call>\n{HERMES}"),
+    ({"tools": "qwen3_coder"}, f"<tool_call>{CODER}"),
+    ({"tools": "glm45"}, f"<tool_call>\n<tool_call>\n{GLM}"),
+    ({"tools": "kimi_k2"}, f"<|tool_calls_section_begin|>{KIMI}"),
+    (
+        {"tools": "kimi_k2"},
+        KIMI.replace("<|tool_call_begin|>", "<|tool_call_begin|> <|tool_call_begin|>"),
+    ),
+    ({"tools": "minimax_m2"}, f"<minimax:tool_call>\n<minimax:tool_call>\n{INVOKE}"),
+]
+
+
+@run([Case(names, f"Hi.\n{text}", [CALL], "Hi.", report=REPEATED_OPEN) for names, text in REPEATED])
+def test_a_repeated_opening_marker_before_a_call_is_removed(case):
+    check(case)
+
+
+@run(
+    [
+        Case({"tools": "hermes"}, text, content=text)
+        for text in ("<tool_call><tool_call> is written twice.", "Write <tool_call>\n<tool_c.")
+    ]
+)
+def test_a_repeated_opening_marker_without_a_call_is_content(case):
     check(case)
 
 

@@ -12,7 +12,15 @@ from nereid_parsers.stream.calls.call_markers import (
 )
 from nereid_parsers.stream.calls.expected_call import CallStarts, ExpectedCall, MatchedCall
 from nereid_parsers.stream.calls.open_call import OpenCall, Outcome
-from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup, skip_whitespace
+from nereid_parsers.stream.marker_kinds import MarkerKind
+from nereid_parsers.stream.pattern_matching import (
+    MAX_HEAD_CHARS,
+    NEED_MORE,
+    NO_MATCH,
+    Mismatch,
+    looks_like_markup,
+    skip_whitespace,
+)
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
@@ -21,6 +29,9 @@ from nereid_parsers.stream.state import State
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
+_REPEATED_MARKER = "an opening marker before the tool call is repeated"
+
+_OPENING_KINDS = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
 
 
 class CallReader:
@@ -224,6 +235,8 @@ class CallReader:
             `<tool_call>{"`          CALL_BODY, because a tool call starts
             `<tool_call>{`           None, because more text is required. At the end of the message,
                                      this text is removed, and the next state is CONTENT.
+            `<tool_call><tool_call>` CALL_START: the model has repeated the marker. The first marker
+                                     is content if no tool call follows the second marker.
             `<tool_call> is a tag`   the state after content, because no tool call starts. The
                                      marker `<tool_call>` is written as content.
 
@@ -232,13 +245,61 @@ class CallReader:
         match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
-        if match is NEED_MORE:  # Never at the end of the message.
+        next_opening = self._find_next_opening() if match is NO_MATCH else NEED_MORE
+        if next_opening is NEED_MORE:  # Never at the end of the message.
             return None
+        if isinstance(next_opening, str):
+            return self._read_repeated_opening(next_opening)
         # No client can use `<tool_call>{` at the end of the message. But `{` alone may be content.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.content_if_no_call)  # The length of `<tool_call>`.
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
+
+    def _find_next_opening(self) -> str | Mismatch:
+        """Return the opening marker that follows an opening marker which starts no tool call.
+
+        The first marker may be read already. White space may precede the second marker. Examples
+        for the marker `<call>`:
+
+            unread text      result
+            `<call><call>`   `<call>`
+            `<call><ca`      NEED_MORE. At the end of the message: NO_MATCH
+            `<call> is`      NO_MATCH
+        """
+        buffer = self._buffer
+        kinds = self._format.calls.kinds
+        first_marker = self._expected.content_if_no_call  # "" if the marker has been read.
+        if first_marker and kinds.get(first_marker) is not MarkerKind.OPEN_CALL:
+            return NO_MATCH
+        start = skip_whitespace(buffer.text, buffer.pos + len(first_marker))
+        # Without this limit, the search and the stored text would grow with each repeated marker.
+        if start - buffer.pos + len(self._text_writer.pending_text) > MAX_HEAD_CHARS:
+            return NO_MATCH
+        rest = buffer.text[start : start + MAX_HEAD_CHARS]
+        openings = [marker for marker, kind in kinds.items() if kind in _OPENING_KINDS]
+        may_be_incomplete = any(text != rest and text.startswith(rest) for text in openings)
+        if may_be_incomplete and not buffer.is_final:
+            return NEED_MORE
+        found = [text for text in openings if rest.startswith(text)]
+        return max(found, key=len) if found else NO_MATCH
+
+    def _read_repeated_opening(self, next_opening: str) -> State:
+        """Store an opening marker that the model has repeated, and expect the next tool call.
+
+        The stored marker is removed from the output if a tool call follows `next_opening`, the
+        unread marker after it. Otherwise, both markers are content.
+        """
+        buffer = self._buffer
+        marker_end = buffer.pos + len(self._expected.content_if_no_call)
+        next_start = skip_whitespace(buffer.text, marker_end)
+        if next_start > buffer.pos:
+            self._text_writer.store_pending(buffer.take_until(next_start))
+        if self._text_writer.pending_text:
+            self._call_writer.add_deviation(_REPEATED_MARKER)
+        if self._format.calls.kinds[next_opening] is MarkerKind.OPEN_SECTION:
+            return self.open_section(next_opening)
+        return self.open_call(next_opening)
 
     def _is_start_cut_off(self) -> bool:
         """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.

@@ -261,9 +261,9 @@ class PoolingModel:
 
     def _splade_outputs(self, hidden: Tensor, batch: TokenBatch) -> list[Value | None]:
         """Return the sparse weights of each text (see `splade_outputs` for the formula)."""
-        strategy, num_log1p = self._loaded.spec.splade
+        spec = self._loaded.spec
         logits = token_logits(self._loaded.encoder, hidden)
-        return splade_outputs(logits, batch, strategy, num_log1p)
+        return splade_outputs(logits, batch, *spec.splade, spec.max_active_dims)
 
     def _token_batch(self, items: list[Prepared]) -> TokenBatch:
         """Return a batch that contains the tokens of all items."""

@@ -27,6 +27,11 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from transformers import AutoModel, AutoTokenizer, CLIPImageProcessor, CLIPModel
 
 DENSE = "sentence_transformers.base.modules.dense.Dense"
+SPLADE = (
+    "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling",
+    "1_Splade",
+    {"pooling_strategy": "max"},
+)
 
 
 def add_dense(folder, path, in_features, out_features, **config):
@@ -196,8 +201,7 @@ def test_prompts_equal_those_of_sentence_transformers(
 )
 def test_an_unknown_setting_of_a_splade_module_is_refused(config, encoder_of, tmp_path):
     folder = copy_of(encoder_of("bert", "masked"), tmp_path)
-    kind = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
-    add_modules(folder, (kind, "1_Splade", config), model_type="SparseEncoder")
+    add_modules(folder, (*SPLADE[:2], config), model_type="SparseEncoder")
     (value,) = config.values()
     with pytest.raises(UnsupportedModelError, match=f"{value}.*strategies max and sum"):
         Embedder(str(folder))
@@ -228,9 +232,8 @@ def test_the_settings_of_saved_splade_modules_are_used(
     strategy, activation, encoder_of, texts, tmp_path
 ):
     folder = copy_of(encoder_of("distilbert", "masked"), tmp_path)
-    kind = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
     config = {"pooling_strategy": strategy, "activation_function": activation}
-    add_modules(folder, (kind, "1_Splade", config), model_type="SparseEncoder")
+    add_modules(folder, (*SPLADE[:2], config), model_type="SparseEncoder")
     (folder / "sentence_bert_config.json").write_text(
         '{"transformer_task": "fill-mask", "module_output_name": "token_embeddings", '
         '"modality_config": {"text": {"method": "forward", "method_output_name": "logits"}}}'
@@ -239,6 +242,97 @@ def test_the_settings_of_saved_splade_modules_are_used(
     found = results_of(folder, [PoolingItem(text=one) for one in texts])
     for value, row in zip(found, wanted.numpy(), strict=True):
         np.testing.assert_allclose([value[i] for i in sorted(value)], row[row > 0], atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [5, 10**6])
+def test_a_splade_model_returns_at_most_the_number_of_weights_in_its_files(
+    limit, encoder_of, texts, tmp_path
+):
+    folder = copy_of(encoder_of("bert", "masked"), tmp_path)
+    model = SparseEncoder(str(folder), device="cpu", max_active_dims=limit)
+    wanted = model.encode(texts, convert_to_sparse_tensor=False)
+    add_modules(folder, SPLADE, max_active_dims=limit)
+    found = results_of(folder, [PoolingItem(text=one) for one in texts])
+    for value, row in zip(found, wanted.numpy(), strict=True):
+        np.testing.assert_allclose([value[i] for i in sorted(value)], row[row > 0], atol=1e-4)
+
+
+def test_vectors_have_the_length_in_the_checkpoints_files_unless_a_request_has_another(
+    encoder_of, texts, tmp_path
+):
+    folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"), truncate_dim=16)
+    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    embedder = Embedder(str(folder), num_threads=1)
+    np.testing.assert_allclose(embedder.encode(texts), wanted, rtol=0, atol=1e-4)
+    assert embedder.encode(texts[0], dimensions=40).shape == (1, 40)
+
+
+@pytest.mark.parametrize("name", ["PReLU", "RReLU", "Dropout"])
+def test_activations_with_weights_or_random_numbers_equal_those_of_sentence_transformers(
+    name, encoder_of, texts, tmp_path
+):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    kind = f"torch.nn.modules.{'dropout' if name == 'Dropout' else 'activation'}.{name}"
+    dense = add_dense(folder, "2_Dense", 48, 8, activation_function=kind)
+    if name == "PReLU":
+        file = folder / "2_Dense" / "model.safetensors"
+        save_file(load_file(file) | {"activation_function.weight": torch.tensor([0.75])}, file)
+    add_modules(folder, pooling("mean"), dense)
+    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    found = Embedder(str(folder), num_threads=1).encode(texts)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_a_dense_module_for_token_vectors_after_the_pooling_has_no_effect(
+    encoder_of, texts, tmp_path
+):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    dense = add_dense(folder, "2_Dense", 48, 8, module_input_name="token_embeddings")
+    add_modules(folder, pooling("mean"), dense)
+    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    found = Embedder(str(folder), num_threads=1).encode(texts)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"modality_config": {"text": {"method_output_name": "pooler_output"}}},
+            "modality_config selects the output 'pooler_output'",
+        ),
+        (
+            {"processing_kwargs": {"text": {"add_special_tokens": False}}},
+            "the argument add_special_tokens of the tokenizer",
+        ),
+    ],
+)
+def test_settings_of_sentence_transformers_that_would_change_the_vectors_are_refused(
+    settings, message, encoder_of, tmp_path
+):
+    folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedModelError, match=message):
+        Embedder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "limit"),
+    [
+        ("sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 9}}}, 9),
+        ("tokenizer_config.json", {"model_max_length": "9"}, 160),
+        ("tokenizer_config.json", {"model_max_length": 9.0}, 9),
+    ],
+)
+def test_the_length_limit_in_the_checkpoints_files_may_have_several_forms(
+    file, settings, limit, encoder_of, tmp_path
+):
+    folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.unlink(missing_ok=True)
+    path.write_text(json.dumps(content | settings))
+    assert Embedder(str(folder), num_threads=1).info.max_model_len == limit
 
 
 @pytest.fixture

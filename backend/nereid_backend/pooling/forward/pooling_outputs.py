@@ -94,7 +94,11 @@ def token_score_outputs(
 
 
 def splade_outputs(
-    logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch, strategy: str, num_log1p: int
+    logit_slices: Iterator[tuple[int, Tensor]],
+    batch: TokenBatch,
+    strategy: str,
+    num_log1p: int,
+    max_weights: int | None = None,
 ) -> list[Value | None]:
     """Return the nonzero SPLADE weights of each text, as a dict from token ids to weights.
 
@@ -111,6 +115,8 @@ def splade_outputs(
         strategy: the function that combines the weights of a text's tokens: "max" or "sum".
         num_log1p: the number of times that log1p is applied. Example: 2 means
             log1p(log1p(relu(logit))).
+        max_weights: the number of weights of a text; only the largest weights are returned. None
+            means that all weights are returned.
 
     Returns:
         One dict for each text. If a weight is not finite, None replaces the dict.
@@ -122,6 +128,9 @@ def splade_outputs(
         weights = _log1p(_largest_relu(parts, len(batch.lens)), num_log1p)
     else:
         weights = _sum_of_log1p(parts, len(batch.lens), num_log1p)
+    if max_weights is not None and max_weights < weights.shape[1]:
+        largest, positions = weights.topk(max_weights)
+        weights = torch.zeros_like(weights).scatter(1, positions, largest)
     return [_nonzero_weights(row) for row in weights]
 
 

@@ -37,10 +37,10 @@ class ItemChecker:
     def check_and_complete(self, item: PoolingItem) -> PoolingItem:
         """Validate an item, and return a copy in which missing fields are filled in.
 
-        The fields `kind`, `prompt_name` and `prompt` are filled in with the defaults of the
-        checkpoint. If the item permits truncation, texts that are too large are truncated. Example:
-        if "query" is the default prompt of the checkpoint, and its text is "query: ", an item
-        without a prompt gets the prompt_name "query" and the prompt "query: ".
+        The fields `kind`, `dimensions`, `prompt_name` and `prompt` are filled in with the defaults
+        of the checkpoint. If the item permits truncation, texts that are too large are truncated.
+        Example: if "query" is the default prompt of the checkpoint, and its text is "query: ", an
+        item without a prompt gets the prompt_name "query" and the prompt "query: ".
 
         Raises:
             RequestError: the item is wrong.
@@ -56,9 +56,18 @@ class ItemChecker:
             self._text_limit.check("prompt: the prompt", prompt)
         if item.instruction is not None:
             self._text_limit.check("instruction: the instruction", item.instruction)
-        # An empty prompt turns off the default prompt of the checkpoint. In this case, the item's
-        # field `prompt` becomes None.
-        return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
+        dimensions = item.dimensions
+        if dimensions is None and kind == "dense":
+            dimensions = self._spec.truncate_dim
+        return replace(
+            self._limit_texts(item),
+            kind=kind,
+            dimensions=dimensions,
+            # An empty prompt turns off the default prompt of the checkpoint. In this case, the
+            # item's field `prompt` becomes None.
+            prompt=prompt or None,
+            prompt_name=name,
+        )
 
     def _check_kind(self, kind: str) -> None:
         """Raise a RequestError if the model cannot compute outputs of the kind `kind`."""

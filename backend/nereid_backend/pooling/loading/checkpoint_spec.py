@@ -69,6 +69,10 @@ class CheckpointSpec:
         default_prompt_name: the name of the prompt for inputs that name no prompt.
         max_seq_length: the length limit of inputs in tokens. None means that the files contain no
             limit.
+        truncate_dim: the number of elements of a dense vector that are returned if the request does
+            not contain `dimensions`. None means all elements.
+        max_active_dims: the largest number of weights of a sparse vector in a SPLADE model. None
+            means that there is no limit.
         lower_case: whether text is converted to lower case before the text is tokenised.
     """
 
@@ -93,4 +97,6 @@ class CheckpointSpec:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     max_seq_length: int | None = None
+    truncate_dim: int | None = None
+    max_active_dims: int | None = None
     lower_case: bool = False

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes the checkpoint of an embedding model: its kinds of output and its layers."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ _LEGACY_POOLERS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# The name that transformers and sentence-transformers use for the token vectors of a model.
+_TOKEN_OUTPUT = "last_hidden_state"
 _DENSE_POOLERS = tuple(_LEGACY_POOLERS.values())
 
 
@@ -120,13 +123,16 @@ def _describe_token_vectors(
     """Return the description of a checkpoint that computes its output from token vectors.
 
     The output of a text consists of its token vectors (multi-vector output), or of one vector that
-    combines the token vectors (pooling).
+    combines the token vectors (pooling). A module that maps token vectors after the pooling has no
+    effect on the pooled vector.
 
     `later_modules` contains the modules that follow the transformers model.
     """
+    if settings.pooling is None:
+        _check_output(base.folder)
     token_modules = tuple(
         module
-        for module in later_modules
+        for module in itertools.takewhile(lambda module: module.kind != "Pooling", later_modules)
         if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
     )
     base = replace(base, token_modules=token_modules)
@@ -136,6 +142,22 @@ def _describe_token_vectors(
     if is_stanford_colbert or lists_no_pooling:
         return _describe_multi_vector(base, root, later_modules)
     return _describe_dense(base, settings, root, later_modules)
+
+
+def _check_output(folder: Path) -> None:
+    """Raise an UnsupportedModelError if the files select another output than the token vectors.
+
+    `folder` is the folder of the transformers model. Example: with "pooler_output", the library
+    sentence-transformers would return the vector of the model's pooler.
+    """
+    output = ((read_settings(folder).get("modality_config") or {}).get("text") or {}).get(
+        "method_output_name", _TOKEN_OUTPUT
+    )
+    if output != _TOKEN_OUTPUT:
+        raise UnsupportedModelError(
+            f"{folder}: modality_config selects the output {output!r} of the transformers model, "
+            f"but only {_TOKEN_OUTPUT!r} is supported. Set pooling, or use another checkpoint."
+        )
 
 
 def _describe_multi_vector(

@@ -44,6 +44,11 @@ from nereid_backend.vision.load_processor import has_chat_template, has_processo
 # The activation of a classifier with several labels, for each value of problem_type in config.json
 # that does not mean softmax. transformers' pipeline for text classification has the same rules.
 _ACTIVATIONS_OF_PROBLEMS = {"multi_label_classification": "sigmoid", "regression": "none"}
+# The arguments of a tokenizer that have no effect on the token ids of a text, apart from the limit.
+_SUPPORTED_TOKENIZER_ARGUMENTS = {
+    *("padding", "padding_side", "pad_to_multiple_of", "truncation", "max_length"),
+    *("return_tensors", "return_attention_mask", "return_token_type_ids"),
+}
 # The settings file contains an object with the variables of the chat template and some settings of
 # the tokenizer. These are the names of the tokenizer's settings, which are not passed to the
 # template.
@@ -147,16 +152,56 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
             f"{spec.folder} embeds texts with a chat template (modality_config), but it is no "
             "vision-language model. This is not supported."
         )
-    length = settings.get("max_seq_length")
+    tokenizer_arguments = _tokenizer_arguments(settings)
+    if not takes_messages:
+        _check_tokenizer_arguments(spec.folder, tokenizer_arguments)
+    length = tokenizer_arguments.get("max_length", settings.get("max_seq_length"))
     return replace(
         spec,
         takes_messages=takes_messages,
         prompts=_named_prompts(sentence_config),
         default_prompt_name=sentence_config.get("default_prompt_name"),
         max_seq_length=length if isinstance(length, int) and length > 0 else None,
+        truncate_dim=_positive_integer(sentence_config, "truncate_dim"),
+        max_active_dims=_positive_integer(sentence_config, "max_active_dims"),
         lower_case=bool(settings.get("do_lower_case")),
         template_kwargs=_chat_template_variables(settings),
     )
+
+
+def _tokenizer_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which sentence-transformers calls the tokenizer for texts.
+
+    Example: {"processing_kwargs": {"text": {"max_length": 256}}} returns {"max_length": 256}.
+    """
+    processing = settings.get("processing_kwargs") or {}
+    return {**(processing.get("common") or {}), **(processing.get("text") or {})}
+
+
+def _check_tokenizer_arguments(folder: Path, arguments: dict[str, Any]) -> None:
+    """Raise an UnsupportedModelError if an argument other than the limit changes the token ids.
+
+    `folder` is the folder of the transformers model.
+    """
+    unknown = sorted(arguments.keys() - _SUPPORTED_TOKENIZER_ARGUMENTS)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{folder}: the argument {unknown[0]} of the tokenizer (processing_kwargs in the "
+            "settings file of sentence-transformers) is not supported. The supported arguments are "
+            f"{', '.join(sorted(_SUPPORTED_TOKENIZER_ARGUMENTS))}. Use another checkpoint."
+        )
+
+
+def _positive_integer(sentence_config: dict[str, Any], name: str) -> int | None:
+    """Return a number in config_sentence_transformers.json; None if the file does not contain it.
+
+    Raises:
+        ValueError: the value is not a positive integer.
+    """
+    value = sentence_config.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} must be a positive integer, but it is {value!r}")
+    return value
 
 
 def _check_default_prompt(root: Path, spec: CheckpointSpec) -> None:

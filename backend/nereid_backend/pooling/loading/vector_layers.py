@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nereid_backend.errors import ModelError, UnsupportedModelError
+from nereid_backend.errors import ModelError, UnsupportedModelError, one_line
 from nereid_backend.pooling.loading.sentence_modules import ModuleSpec
 
 # safetensors and torch.load raise one of these exceptions if a file is missing or broken, or if it
@@ -100,12 +100,41 @@ def _load_dense(module: ModuleSpec, device: torch.device) -> Layer:
             f"{module.folder}/config.json is missing or empty, so the activation of the module "
             "Dense is not known. Download the file again."
         )
+    weights = _load_weights(module, device, required="linear.weight")
+    activation = _activation(module)
+    if activation is not None:
+        _load_activation_weights(module, activation.to(device), weights)
     return Layer(
-        "Dense",
-        _load_weights(module, device, required="linear.weight"),
-        activation=_activation(module),
-        residual=bool(module.config.get("use_residual")),
+        "Dense", weights, activation=activation, residual=bool(module.config.get("use_residual"))
     )
+
+
+def _load_activation_weights(
+    module: ModuleSpec, activation: nn.Module, weights: dict[str, Tensor]
+) -> None:
+    """Load the weights of an activation. Only a few activations, such as PReLU, have weights.
+
+    Args:
+        module: the module "Dense", for error messages.
+        activation: the activation, whose weights are replaced.
+        weights: the weights of the module by name.
+
+    Raises:
+        ModelError: the weights of the activation are missing or have wrong shapes.
+    """
+    prefix = "activation_function."
+    own_weights = {
+        name.removeprefix(prefix): weight
+        for name, weight in weights.items()
+        if name.startswith(prefix)
+    }
+    try:
+        activation.load_state_dict(own_weights)
+    except RuntimeError as error:
+        raise ModelError(
+            f"{module.folder}: the weights of the activation do not fit the module Dense "
+            f"({one_line(error)}). Download the checkpoint again."
+        ) from error
 
 
 def _load_weights(module: ModuleSpec, device: torch.device, *, required: str) -> dict[str, Tensor]:
@@ -176,7 +205,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
+def _activation(module: ModuleSpec) -> nn.Module | None:
     """Return the activation of a module of the kind "Dense"; None for the identity.
 
     The config contains the full name of a torch class, such as "torch.nn.modules.linear.Identity".
@@ -210,6 +239,7 @@ def _create_torch_module(name: str) -> nn.Module | None:
     if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
         return None
     try:
-        return module_class()
+        # In training mode, some modules, such as RReLU, would return random numbers.
+        return module_class().eval()
     except TypeError:  # The constructor requires arguments.
         return None

@@ -39,6 +39,7 @@ The tables list every field that `/v1/chat/completions`, `/v1/completions` and `
 - The column "Origin" names the API that introduced the field, if this is not OpenAI's API.
 - A request with a wrong value or a rejected field gets status 400.
 - A field with the value `null` counts as omitted.
+- A whole number may have a decimal point, for example `5.0`.
 - Unknown fields are ignored. However, a name that is almost the name of a known field is rejected, for example `max_token` or `maxTokens`.
 - Triton clients send the same fields in the tensors `chat_request` and `sampling_parameters`. There, numbers and booleans can be given as text, such as `"0.7"`, and unknown fields in `sampling_parameters` are rejected.
 """  # noqa: E501 - one line of the page for each paragraph

@@ -285,6 +285,8 @@ class GenerationRequest(RequestBody):
 def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
     """Raise an error if the name of an unknown field is similar to the name of a known field.
 
+    A field with the value null counts as omitted.
+
     Other unknown fields are ignored, because clients send fields of other APIs. Examples:
     `max_token` and `maxTokens` are refused with an error that suggests `max_tokens`. `num_ctx` is
     ignored.
@@ -298,7 +300,11 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
     # A name that is much longer than every known name cannot be similar to any of them, and the
     # comparison of a name with millions of characters would take seconds.
     max_length = 2 * max(map(len, known))
-    unknown = [name for name in body if name not in known and len(name) <= max_length]
+    unknown = [
+        name
+        for name, value in body.items()
+        if value is not None and name not in known and len(name) <= max_length
+    ]
     unknown = unknown[:_MAX_COMPARED_FIELDS]
     if not unknown:
         return

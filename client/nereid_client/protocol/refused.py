@@ -117,6 +117,8 @@ REFUSED_BY_BACKEND = frozenset(
         # llama.cpp
         *("mirostat", "typical_p", "tfs_z", "dynatemp_range", "dry_multiplier"),
         *("xtc_probability", "samplers", "n_probs"),
+        # KoboldCpp
+        "typical",
     }
 )
 """The backend refuses these fields, so that gRPC clients receive the same error as HTTP clients.

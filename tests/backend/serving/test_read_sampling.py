@@ -106,6 +106,7 @@ def test_a_single_stop_string_needs_no_list():
             "true. Leave the field out or send false.",
         ),
         ({"mirostat": 2}, "mirostat: this server does not support this sampler"),
+        ({"typical": 0.5}, "typical: this server does not support this sampler"),
     ],
 )
 def test_a_wrong_value_is_named(fields, said):

@@ -422,10 +422,35 @@ async def test_an_unknown_field_with_almost_a_known_name_is_refused(post, path, 
     )
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_an_unknown_field_with_the_value_null_counts_as_omitted(post, path):
+    response = await post(path, messages=HELLO, prompt="a", responseFormat=None, max_token=None)
+    assert response.status_code == 200, response.text
+
+
+async def test_a_whole_number_may_have_a_decimal_point(post, backend):
+    fields = {"max_tokens": 5.0, "top_k": 2.0, "seed": 1e3, "n": 1.0, "temperature": 0.5}
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        response = await post(path, messages=HELLO, prompt="a", **fields)
+        assert response.status_code == 200, response.text
+    chat, completion = backend.generations
+    passed = [json.loads(chat.chat_request), json.loads(completion.sampling_parameters)]
+    for parameters in passed:
+        values = [parameters[name] for name in ("max_tokens", "top_k", "seed", "temperature")]
+        assert str(values) == "[5, 2, 1000, 0.5]"
+
+
+async def test_a_number_with_a_fraction_is_no_whole_number(chat):
+    for number in (5.5, 1e300):
+        error = error_of(await chat("hi", max_tokens=number), 400)
+        assert error["message"].startswith("max_tokens must be an integer, but the request has")
+
+
 FIELDS_OF_OTHER_APIS = {
     "num_ctx": 4096,
     "keep_alive": "5m",
     "repeat_penalty": 1.1,
+    "typical": 1.0,
     "mirostat_tau": 5.0,
     "return_tokens": True,
     "cache_prompt": True,

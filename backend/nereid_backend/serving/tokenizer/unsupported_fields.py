@@ -112,6 +112,7 @@ _REFUSALS: dict[str, _Refusal] = {
     # Fields of llama.cpp
     "mirostat": _Refusal(_NO_SUCH_SAMPLER, (0,), _USE_OTHER_SAMPLING),
     "typical_p": _Refusal(_NO_SUCH_SAMPLER, (1,), _USE_OTHER_SAMPLING),
+    "typical": _Refusal(_NO_SUCH_SAMPLER, (1,), _USE_OTHER_SAMPLING),  # KoboldCpp's name
     "tfs_z": _Refusal(_NO_SUCH_SAMPLER, (1,), _USE_OTHER_SAMPLING),
     "dynatemp_range": _Refusal(_NO_SUCH_SAMPLER, (0,), _USE_OTHER_SAMPLING),
     "dry_multiplier": _Refusal(_NO_SUCH_SAMPLER, (0,), _USE_OTHER_SAMPLING),

@@ -1,4 +1,7 @@
-"""The demo's scripts are no package: tests find them as the scripts find one another."""
+"""Fixtures of the demo's tests.
+
+The scripts of the demo are not a package, so their folder is added to `sys.path`.
+"""
 
 import sys
 from pathlib import Path

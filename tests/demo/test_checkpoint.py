@@ -34,7 +34,7 @@ def ask(examinee, messages, tools=None, thinking=False):
 
 
 def tool(name, description="", required=None, **properties):
-    """A tool; a property's value is its JSON type or its schema."""
+    """Return a tool. The value of a property is its JSON type or its schema."""
     schemas = {
         key: kind if isinstance(kind, dict) else {"type": kind} for key, kind in properties.items()
     }
@@ -118,7 +118,7 @@ def test_it_declines_a_request_for_another_tool(examinee):
     assert reply.content.startswith("Sorry")
 
 
-# (the tool, the request, the arguments)
+# (tool, request, expected arguments) of each case.
 TOOLS = [
     (WEATHER, "What is the weather in Paris?", {"city": "Paris"}),
     (
@@ -172,7 +172,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def tool_answers(examinee):
-    """The answers to the requests of TOOLS by request and `thinking`, computed in one batch."""
+    """The answers to the requests of `TOOLS` by request and `thinking`, computed in one batch."""
     prompts = {}
     for case in TOOLS:
         offered, request_text, _ = getattr(case, "values", case)

@@ -143,7 +143,7 @@ def test_every_call_fits_the_schema_of_an_offered_tool():
 
 
 def test_every_argument_value_can_be_read_from_the_conversation():
-    # A user may write "euros", "Apple" or "Tokyo" for these values.
+    # Users may write other words for these values, such as "euros", "Apple" or "Tokyo".
     looked_up = {
         *tools_facts.ZONES.values(),
         *tool_values.TICKERS.values(),

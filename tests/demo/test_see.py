@@ -1,4 +1,4 @@
-"""The checkpoint demo/see, which answers questions about drawings."""
+"""Tests of the checkpoint demo/see, which answers questions about drawings."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_a_message_without_an_image_is_answered_with_a_request_for_a_picture():
 
 
 def test_most_questions_about_unseen_drawings_are_answered_correctly():
-    # demo/evaluate_see.py asks many more questions, and its floor is 95 %.
+    # demo/evaluate_see.py asks many more questions and requires 95 % right answers.
     right, total = measure(FOLDER, num_drawings=10, seed=1)
     assert sum(total.values()) > 50
     assert sum(right.values()) / sum(total.values()) > 0.88

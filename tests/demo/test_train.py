@@ -1,4 +1,4 @@
-"""Dialogues that share a prompt are trained together as they would be trained one by one."""
+"""Tests that dialogues with a common prompt have the same loss together and one by one."""
 
 from random import Random
 
@@ -49,7 +49,7 @@ def test_the_loss_of_joined_dialogues_is_the_sum_of_their_losses(model, tokenize
     apart = _loss(model, [_without_targets_before(sample, prefix) for sample in samples])
     assert apart > 0
     together = _loss(model, [_without_targets_before(joined, prefix)])
-    assert together == pytest.approx(apart, rel=2e-3)  # bfloat16
+    assert together == pytest.approx(apart, rel=2e-3)  # The model computes in bfloat16.
 
 
 def test_padding_does_not_change_the_loss(model, tokenizer):

@@ -1,4 +1,4 @@
-"""The drawings and the training of the model that answers questions about them."""
+"""Tests of the drawings and the training of the model that answers questions about drawings."""
 
 import dataclasses
 from random import Random

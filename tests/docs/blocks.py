@@ -1,4 +1,4 @@
-"""Code blocks of Markdown pages, and how a block is run against a test server.
+"""Read the code blocks of Markdown pages, and run a block against a test server.
 
 A fenced block is run if its language is `bash` or `python`. A `json` or `text` block that follows
 shows the expected output. An HTML comment on the line before a block changes this:
@@ -34,7 +34,7 @@ _TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of the server that blocks talk to, in place of the documented ones."""
+    """The ports of the test server, which replace the ports that are printed on the pages."""
 
     openai: int = 9000
     http: int = 8000
@@ -80,20 +80,20 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where the block is, such as `README.md:31`."""
+        """The page and the line of the block, such as `README.md:31`."""
         return f"{self.page}:{self.line}"
 
     @property
     def is_run(self) -> bool:
-        """Whether a test runs the block."""
+        """True if a test runs the block."""
         return self.language in _RUNNABLE and self.mark != "skip"
 
 
 def read_blocks(page: Path) -> list[Block]:
     """Return the code blocks of a Markdown page in order.
 
-    A `json` or `text` block is attached to the block before it as `output` if only one paragraph
-    at most stands between the two.
+    A `json` or `text` block becomes the `output` of the block before it if at most one paragraph is
+    between the two blocks.
     """
     source = page.read_text(encoding="utf-8")
     blocks: list[Block] = []
@@ -122,7 +122,7 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def unaccounted(block: Block) -> str:
-    """Return why a block is neither run nor skipped with a reason; empty if all is well."""
+    """Return an error if a block is neither run nor skipped with a reason, else an empty string."""
     if block.mark not in ("", "serves", "printed", "main", "skip"):
         return f"{block.place}: the mark {block.mark!r} is unknown"
     if block.mark == "skip" and len(block.reason.split()) < 2:
@@ -138,8 +138,8 @@ def run_block(block: Block, ports: Ports, folder: Path) -> str:
 
     Args:
         block: a block of bash or Python.
-        ports: the server that the block talks to.
-        folder: replaces `/tmp/nereid`, where pages write files.
+        ports: the ports of the server for the block.
+        folder: the folder that replaces `/tmp/nereid`, into which the pages write files.
 
     Raises: AssertionError with the block's output if it fails or prints something unexpected.
     """
@@ -168,13 +168,13 @@ def run_block(block: Block, ports: Ports, folder: Path) -> str:
 
 
 def printed(text: str, ports: Ports, folder: Path) -> str:
-    """Return a block's text with this environment's programs, the test server and `folder`."""
+    """Return the text of a block with the programs of this environment, `ports` and `folder`."""
     text = ports.put_into(text).replace("/tmp/nereid", str(folder))
     return re.sub(r"(?<![\w/])\.venv/bin/", f"{BIN}/", text)
 
 
 def _addresses(ports: Ports) -> dict[str, str]:
-    """Return the variables that the programs in client/examples read their server from."""
+    """Return the variables from which the programs in client/examples read the server's address."""
     return {
         "OPENAI_BASE_URL": f"http://127.0.0.1:{ports.openai}/v1",
         "HTTP_URL": f"http://127.0.0.1:{ports.http}",
@@ -183,10 +183,10 @@ def _addresses(ports: Ports) -> dict[str, str]:
 
 
 def difference(expected: Block, output: str) -> str:
-    """Return how `output` differs from what the page shows, or an empty string.
+    """Return how `output` differs from the output on the page, or an empty string.
 
-    JSON is compared by `shape_difference`. In text, `...` stands for anything and a number for any
-    number; the page may show the output's first lines alone if it ends in `...`.
+    JSON is compared by `shape_difference`. In a text, `...` matches any text, and a number matches
+    any number. If the text on the page ends in `...`, it may be only the beginning of the output.
     """
     if expected.language == "json":
         return shape_difference(json.loads(expected.text), json.loads(output))
@@ -195,7 +195,7 @@ def difference(expected: Block, output: str) -> str:
 
 
 def unprinted_lines(expected: Block, output: str) -> list[str]:
-    """Return the lines of the page that a server did not print; numbers may differ."""
+    """Return the lines of the page that a server did not print. Numbers may differ."""
     return [
         line
         for line in expected.text.splitlines()
@@ -204,7 +204,7 @@ def unprinted_lines(expected: Block, output: str) -> list[str]:
 
 
 def _pattern(text: str) -> str:
-    """Return a regular expression in which `...` matches anything, and a number any number."""
+    """Return a regular expression in which `...` matches any text and a number any number."""
     pattern = re.escape(text)
     pattern = pattern.replace(re.escape("..."), ".*")
     return re.sub(r"(?:\\-)?\d+(?:\\\.\d+)?", r"-?[0-9.]+", pattern)

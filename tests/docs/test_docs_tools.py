@@ -1,4 +1,4 @@
-"""The programs that build and check the documentation find what they are for."""
+"""Tests of the programs that build and check the documentation."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from docs_tools import build_site, check_prose  # noqa: E402 - after the path
 
 @pytest.fixture
 def prose_of(tmp_path):
-    """Return the prose of a file with the given text."""
+    """A function that returns the prose of a file with the given text."""
 
     def read(text, suffix=".py"):
         path = tmp_path / f"file{suffix}"

@@ -1,4 +1,4 @@
-"""The README, the quickstart and the how-to guides: every command runs as printed."""
+"""Tests that each command in the README, the quickstart and the how-to guides runs as printed."""
 
 import os
 import re
@@ -38,7 +38,7 @@ _START_TIMEOUT_S = 300
 
 
 class Servers:
-    """The servers that the pages start: each distinct command is started once.
+    """The servers that the pages start. Each command is started only once.
 
     The command `make serve` uses the server `main`, which is already running. A server that no
     later page needs is stopped while the next pages run, because an idle server uses 4 % of a core.
@@ -62,9 +62,10 @@ class Servers:
         stack.callback(self._stop)
 
     def start(self, block: Block, current: Ports) -> Ports:
-        """Return the ports of the server that a block starts, once it is ready.
+        """Start the server of a block if it is not running. Return its ports when it is ready.
 
-        A block that starts a frontend connects it to the Triton server with the ports `current`.
+        A block that starts a frontend connects the frontend to the Triton server with the ports
+        `current`.
         """
         command = printed(block.text, current, self._folder).strip()
         if command == "make serve":
@@ -74,7 +75,7 @@ class Servers:
         return self._started[command]
 
     def output_of(self, ports: Ports) -> str:
-        """Return what the server with these ports has printed."""
+        """Return the output of the server with these ports."""
         return self._served.output if ports == self.main else self._logs[ports].read_text()
 
     def _start(self, block: Block, command: str, current: Ports) -> Ports:
@@ -123,9 +124,9 @@ class Servers:
         return ports
 
     def stop_all_except(self, needed: Container[str]) -> None:
-        """Send SIGTERM to each server that was not started by one of these blocks' texts.
+        """Send SIGTERM to each server whose block has a text that is not in `needed`.
 
-        A frontend was started after its Triton server, and is stopped before it.
+        A frontend is stopped before its Triton server, because it was started later.
         """
         for text in reversed(list(self._running)):
             if text in needed:
@@ -173,7 +174,7 @@ def test_the_commands_of_a_page_run_as_printed(page, servers, tmp_path):
         if block.mark == "main":
             ports = servers.main
         if block.mark == "printed":
-            deadline = time.monotonic() + 10  # the server may still be printing
+            deadline = time.monotonic() + 10  # The server may still be printing.
             while (
                 lines := unprinted_lines(block, servers.output_of(ports))
             ) and time.monotonic() < deadline:

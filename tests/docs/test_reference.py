@@ -1,4 +1,4 @@
-"""The reference pages name exactly what the code declares, with the same default values."""
+"""Tests that the reference pages name exactly what the code declares, with the same defaults."""
 
 import re
 import subprocess
@@ -34,14 +34,14 @@ def section(text, heading):
 
 
 def rows(text):
-    """Yield the cells of each table row that begins with code."""
+    """Yield the cells of each table row whose first cell begins with code."""
     for line in text.splitlines():
         if line.startswith("| `"):
             yield [cell.strip() for cell in line.strip().strip("|").split(" | ")]
 
 
 def names(text):
-    """Return the code in the first cells of all tables."""
+    """Return the code in the first cell of each table row."""
     return [name for cells in rows(text) for name in CODE.findall(cells[0])]
 
 
@@ -86,7 +86,7 @@ def test_the_endpoints_page_lists_every_route():
 
 
 def declared(model, side):
-    """Return name, type and shape of a model's inputs or outputs, from its config.pbtxt."""
+    """Return the name, type and shape of a model's inputs or outputs, from its config.pbtxt."""
     text = (ROOT / "model_repository" / model / "config.pbtxt").read_text(encoding="utf-8")
     body = re.search(rf"^{side} \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
     found = re.findall(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ ([-\d, ]+?) \]', body)
@@ -107,7 +107,7 @@ def test_the_tensors_page_gives_name_type_and_shape_of_every_tensor(model, side)
 
 @pytest.fixture
 def model_metrics(monkeypatch):
-    """Return the names of the metrics that the Triton models create, and their kinds."""
+    """The names and kinds of the metrics that the Triton models create."""
     created = {}
 
     class MetricFamily:

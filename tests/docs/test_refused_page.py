@@ -1,4 +1,4 @@
-"""The page on refused requests names every limit that an error message or a metric names."""
+"""Tests that the page on refused requests names every limit in an error message or a metric."""
 
 import ast
 import re
@@ -17,9 +17,9 @@ SOURCES = [
     for folder in ("backend/nereid_backend", "client/nereid_client")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
-# A request field and a setting have this name, and refusals mean the field.
+# `chat_template_kwargs` is the name of a request field and of a setting. Refusals mean the field.
 FIELDS = {"chat_template_kwargs"}
-# Names of settings that are longer than a word, so that they are not found by accident.
+# The names of settings that contain an underscore. Other names are ordinary words.
 SETTINGS = {
     field.name
     for config in (EngineConfig, ServingSettings, Settings, PoolingConfig)

@@ -1,8 +1,9 @@
-"""Seeded fuzzers, one per door, on one real server.
+"""Fixtures of the fuzz tests, each of which tests one kind of input with random cases.
 
-    FUZZ_CASES=100000 FUZZ_SEED=7 pytest tests/fuzz        for hours, by hand
+    FUZZ_CASES=100000 FUZZ_SEED=7 pytest tests/fuzz
 
-A case is made from its seed, door and number alone, so the number in a failure makes it again.
+This command takes hours. A case depends only on the seed, the kind of input and the number of the
+case, so that a developer can repeat the case whose number is in an error message.
 """
 
 import os
@@ -23,7 +24,7 @@ LIMIT_S = 60.0
 
 @pytest.fixture(scope="session")
 def server():
-    """The demo models; the session fails when one of its processes had to be replaced."""
+    """A server with the demo models. The session fails if one of its processes was replaced."""
     with Served(arguments=["--log-level=warning", "--max-model-len=256"]) as running:
         before = {role: process.pid for role, process in processes.roles(running).items()}
         yield running
@@ -33,25 +34,31 @@ def server():
 
 @pytest.fixture
 def rounds():
-    """`for number, rng in rounds(door, usual)`: so many cases, or as many as were asked for."""
+    """A function that yields the number and the random generator of each case.
 
-    def make(door, usual):
+    `rounds(kind, usual)` yields FUZZ_CASES cases, or `usual` cases if FUZZ_CASES is not set.
+    """
+
+    def make(kind, usual):
         for number in range(CASES or usual):
-            yield number, random.Random(f"{SEED}-{door}-{number}")
+            yield number, random.Random(f"{SEED}-{kind}-{number}")
 
     return make
 
 
 @pytest.fixture
 def case():
-    """`with case(number, what):` an error in there tells which case it was."""
+    """A context that adds the number and the input of a case to each error.
+
+    Usage: `with case(number, what):`
+    """
 
     @contextmanager
     def make(number, what):
         started = time.monotonic()
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - told with its case
+        except Exception as error:  # noqa: BLE001 - each error is reported with its case
             pytest.fail(f"case {number}: {error!r} of {what!r}")
         took_s = time.monotonic() - started
         assert took_s < LIMIT_S, f"case {number}: {took_s:.1f} s for {what!r}"
@@ -61,7 +68,7 @@ def case():
 
 @pytest.fixture
 def goes_on(server):
-    """Call it at the end: the server answers, and nothing is in use any more."""
+    """A function that checks that the server still answers, and that it has no running request."""
 
     def check():
         body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}

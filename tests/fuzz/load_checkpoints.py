@@ -1,9 +1,9 @@
-"""Loads a checkpoint again and again, as its weights are changed, in a process that may die.
+"""Load a checkpoint once for each line on stdin, in a process with limited memory.
 
     python load_checkpoints.py FOLDER MEMORY_LIMIT_BYTES
 
-For each line on stdin, one line of JSON: what it came to, how long it took, and the process's most
-memory so far.
+The test changes the weights before each line. The program prints one line of JSON for each load:
+the refusal, the defect, the duration, and the peak memory of the process so far.
 """
 
 import json
@@ -32,7 +32,7 @@ def main():
             )
         except ModelError as error:
             refusal = str(error)
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - each error is reported to the test
             kind = f"{type(error).__name__}: {error}"
         found = {
             "refusal": refusal,
@@ -40,7 +40,7 @@ def main():
             "seconds": time.monotonic() - started,
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        print(json.dumps(found), flush=True)  # noqa: T201 - to the test
+        print(json.dumps(found), flush=True)  # noqa: T201 - the test reads this line
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Weights that no program wrote: a clear error within seconds, no crash, no memory without end."""
+"""Tests that damaged weight files are refused with a clear error.
+
+A refusal takes seconds, needs little memory, and does not crash the process.
+"""
 
 import copy
 import json
@@ -37,7 +40,7 @@ _GROWTH_MIB = 300.0
 
 
 def changed_header(rng, header):
-    """A header with one to three things wrong."""
+    """Return a copy of a header with one to three errors."""
     header = copy.deepcopy(header)
     for _ in range(rng.choice((1, 1, 2, 3))):
         name = rng.choice(list(header))
@@ -61,7 +64,7 @@ def changed_header(rng, header):
 
 
 def changed(rng, data):
-    """A file of weights with something wrong."""
+    """Return the bytes of a weight file with an error."""
     header, tensors = broken_checkpoints.parts(data)
     how = rng.randrange(8)
     if how == 0:
@@ -82,14 +85,14 @@ def changed(rng, data):
 
 @pytest.fixture
 def folder(tmp_path):
-    # The smallest of the demos that generates; its weights are read whole each time.
+    # This is the smallest demo model that generates text. All its weights are read for each case.
     shutil.copytree(ROOT / "demo" / "chat", tmp_path / "checkpoint")
     return tmp_path / "checkpoint"
 
 
 @pytest.fixture
 def loader(folder):
-    """Loads the checkpoint as it is now, in another process."""
+    """A function that loads the checkpoint in another process and returns the outcome."""
     script = Path(__file__).with_name("load_checkpoints.py")
     command = [sys.executable, str(script), str(folder), str(_ADDRESS_SPACE)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

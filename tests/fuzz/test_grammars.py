@@ -1,4 +1,4 @@
-"""Schemas, regular expressions and grammars that nobody meant: 200 or 400, in time."""
+"""Tests that random schemas, regular expressions and grammars are answered with 200 or 400."""
 
 import json
 
@@ -36,7 +36,7 @@ _RULES = ("root", "x", "::=", '"a"', '"', "|", "(", ")", "*", "\n", "[a-z]", "/"
 
 
 def schema(rng, depth=0):
-    """Something like a JSON schema."""
+    """Return a random value that resembles a JSON schema."""
     if depth > 3 or rng.random() < 0.1:
         return rng.choice((True, False, {}, {"type": rng.choice(_TYPES)}, odd(rng)))
     made = {"type": rng.choice(_TYPES)} if rng.random() < 0.6 else {}
@@ -61,17 +61,17 @@ def _value(rng, depth):
 
 
 def pattern(rng):
-    """Something like a regular expression."""
+    """Return a random string that resembles a regular expression."""
     return "".join(rng.choice(_ATOMS) for _ in range(rng.randrange(8)))
 
 
 def grammar(rng):
-    """Something like a grammar, in GBNF or Lark's form."""
+    """Return a random string that resembles a grammar in the format of GBNF or Lark."""
     return " ".join(rng.choice(_RULES) for _ in range(rng.randrange(12)))
 
 
 def constraint(rng):
-    """Fields of a request that constrain its answer."""
+    """Return random fields of a request that constrain its answer."""
     kind = rng.randrange(6)
     if kind <= 1:
         wrapped = {"name": "s", "schema": schema(rng), "strict": rng.random() < 0.5}

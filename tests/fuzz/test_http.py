@@ -1,4 +1,7 @@
-"""Bodies of every route of the OpenAI frontend: refused by name or answered, never a 500."""
+"""Tests that each route answers random bodies, or refuses them with a message.
+
+No route may answer with a status of 500 or more.
+"""
 
 import json
 
@@ -62,7 +65,7 @@ def client(server):
 
 
 def broken(response):
-    """What is wrong with an answer, None when nothing is."""
+    """Return a description of what is wrong with a response, or None if nothing is wrong."""
     if response.status_code >= 500:
         return f"{response.status_code} {response.text}"
     if response.headers.get("content-type", "").startswith("text/event-stream"):

@@ -1,4 +1,4 @@
-"""Images in chats and in what is embedded or ranked: the demos take none, and say so."""
+"""Tests that the demo models, which accept no images, refuse each form of an image."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ _NAMES = (
 
 
 def url(rng):
-    """Where an image is said to be."""
+    """Return a random URL of an image. Many of the URLs are invalid."""
     data = rng.choice((_PIXEL, _PIXEL[:20], b"", b"GIF89a", rng.randbytes(200)))
     text = base64.b64encode(data).decode()
     return rng.choice(
@@ -45,7 +45,7 @@ def url(rng):
 
 
 def part(rng):
-    """A part of a message that asks for an image, sound or video."""
+    """Return a random part of a message with an image, a sound, a video or a file."""
     kind = rng.choice(("image_url", "input_image", "image", "input_audio", "video_url", "file"))
     made = {
         "type": kind,
@@ -55,12 +55,12 @@ def part(rng):
 
 
 def is_text(one):
-    """Whether a part is text after all, as mutation may have made it."""
+    """Return whether a part is a text. A mutation can change the type of a part to text."""
     return isinstance(one, dict) and one.get("type") in ("text", "refusal")
 
 
 def post(server, path, data):
-    """Status and JSON of the answer."""
+    """Send a request, and return the status and the JSON of the response."""
     with httpx.Client(timeout=120, trust_env=False) as client:
         address = f"http://127.0.0.1:{server.openai_port}{path}"
         answer = client.post(address, content=data, headers={"Content-Type": "application/json"})

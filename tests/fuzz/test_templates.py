@@ -1,4 +1,4 @@
-"""Chat templates that nobody should write: read or refused by name, in time, and never a crash."""
+"""Tests that random chat templates are analysed or refused in time, without a crash."""
 
 import contextlib
 import re
@@ -70,7 +70,7 @@ CHATS = (
 
 
 def template(rng):
-    """A template of the collection with pieces cut out, doubled, moved or replaced."""
+    """Return a template of the collection with deleted, repeated, moved or replaced pieces."""
     source = rng.choice(TEMPLATES).read_text()
     pieces = _PIECE.split(source)
     for _ in range(rng.choice((1, 1, 2, 4))):
@@ -89,7 +89,7 @@ def template(rng):
 
 
 def refusal(source):
-    """Analyse it; why it is refused, None when it is not."""
+    """Analyse a template. Return the reason why it is refused, or None if it is accepted."""
     try:
         analyze_template(source).explain()
     except NereidParsersError as error:
@@ -120,7 +120,7 @@ def test_any_template_renders_a_chat_or_refuses_it(rounds, case, tokenizer):
     for number, rng in rounds("rendering", 150):
         tokenizer.chat_template = source = template(rng)
         if refusal(source) is not None:
-            continue  # a server would not start on it
+            continue  # A server would not start with this template.
         chat = rng.choice(CHATS)
         if rng.random() < 0.3:
             chat = mutated(rng, chat, ("tools", "documents", "chat_template_kwargs", "thinking"))

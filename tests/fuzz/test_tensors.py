@@ -1,4 +1,4 @@
-"""Tensors over gRPC that no client should send: an answer or an error, and the server goes on."""
+"""Tests that random tensors over gRPC are answered or refused, and that the server continues."""
 
 import json
 import struct
@@ -13,14 +13,13 @@ pytestmark = pytest.mark.triton
 _TYPES = ("BYTES", "BOOL", "INT32", "INT64", "UINT8", "FP32", "FP16", "BF16", "JSON", "")
 _SHAPES = ([], [0], [2], [1, 1], [-1], [1 << 20], [1] * 9, [2**62], [1, 0, 1])
 _BUGS = ("[INTERNAL]", "Traceback", "not healthy", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-# Defects that are known and not mended yet: numbers beyond 64 bits in sampling_parameters.
 _CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 3}
 _SAMPLING = {"max_tokens": 3, "temperature": 0.5, "n": 1}
 _OPTIONS = {"kind": "dense", "dimensions": 8, "normalize": True}
 
 
 def strings(*texts):
-    """The bytes of a BYTES tensor."""
+    """Return the bytes of a BYTES tensor with these strings."""
     return b"".join(struct.pack("<I", len(text)) + text for text in texts)
 
 
@@ -32,7 +31,7 @@ def odd_strings(rng):
 
 
 def usual(rng, model):
-    """Inputs as they should be: name -> (type, shape, bytes)."""
+    """Return valid inputs of a model: (type, shape, bytes) by name."""
     if model in ("llm", "tokenizer"):
         made = {
             "text_input": ("BYTES", [1], strings(b"Hello there")),
@@ -59,7 +58,7 @@ def _json(rng, body):
 
 
 def changed(rng, tensor):
-    """Another tensor in the place of a good one; None leaves it out."""
+    """Return a random change of a valid tensor, or None if the tensor is to be omitted."""
     kind, shape, data = tensor
     how = rng.randrange(6)
     if how == 0:
@@ -78,7 +77,7 @@ def changed(rng, tensor):
 
 
 def request(rng, model):
-    """One request, with up to three things wrong."""
+    """Return a request with up to three random errors."""
     inputs = usual(rng, model)
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         name = rng.choice(list(inputs) or ["x"])
@@ -99,7 +98,7 @@ def request(rng, model):
 
 
 def answers(stub, made):
-    """Error messages of the answers to one request."""
+    """Send a request, and return the error messages of its answers."""
     try:
         if made.model_name == "llm":
             replies = stub.ModelStreamInfer(iter([made]), timeout=120)

@@ -1,4 +1,4 @@
-"""Values that were not expected."""
+"""Random values that clients usually do not send."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ ODD_NAMES = ("temperature", "n", "stop", "seed", "stream", "tools", "x", "", "__
 
 
 def odd(rng, depth=0):
-    """Some JSON value."""
+    """Return a random JSON value."""
     kind = rng.randrange(7 if depth < 3 else 4)
     if kind == 0:
         return rng.choice((None, True, False))
@@ -41,7 +41,7 @@ def odd(rng, depth=0):
 
 
 def mutated(rng, body, names):
-    """A copy of a JSON object with one to three places changed."""
+    """Return a copy of a JSON object with one to three random changes."""
     body = copy.deepcopy(body)
     for _ in range(rng.choice((1, 1, 2, 3))):
         place, key = rng.choice(list(_places(body)) or [(body, "x")])
@@ -66,7 +66,7 @@ def _places(value):
 
 
 def damaged(rng, data):
-    """Bytes with a piece cut out, doubled, or replaced."""
+    """Return `data` with a random piece deleted, repeated or replaced."""
     start = rng.randrange(len(data) + 1)
     end = min(len(data), start + rng.randrange(1, 40))
     middle = rng.choice((b"", data[start:end] * 2, rng.randbytes(end - start), b"\xff\xfe", b'"'))
@@ -74,6 +74,6 @@ def damaged(rng, data):
 
 
 def json_bytes(rng, body):
-    """A body as it is sent: mostly JSON of it, sometimes damaged."""
+    """Return the JSON of a request body. Some of the results are damaged."""
     data = json.dumps(body).encode()
     return damaged(rng, data) if rng.random() < 0.15 else data

@@ -1,4 +1,7 @@
-"""A part of `make test-hostile` on the frontend alone, and the rules for defects."""
+"""Tests of the frontend with a part of the requests of `make test-hostile`.
+
+Other tests check the rules by which an answer counts as a defect.
+"""
 
 import functools
 import json
@@ -18,7 +21,7 @@ KINDS = (
     "connections",
 )
 KEYS = '[attacker]\nkey = "sk-attacker"\n[neighbour]\nkey = "sk-neighbour"\n'
-# These requests reach the models of the Triton server, or take long.
+# Attacks with these words in their names reach the models of the Triton server, or take long.
 NEED_A_SERVER = (
     *("embeddings", "rerank", "score", "classify", "pooling", "300 ", "streams"),
     *("nested 300", "a million chunks", "tokenize", "gzip", "deflate", "2**64"),
@@ -31,7 +34,7 @@ def is_for_the_frontend(attack):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """The frontend with the echo model, two keys, and a stored response of the other client."""
+    """A frontend with a fake backend and two API keys. It stores a response of the other client."""
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(KEYS)
     with live_frontend(FakeBackend(), api_key_file=str(keys), receive_timeout_s=1) as port:

@@ -1,6 +1,9 @@
-"""A stand-in for a server: the pages that rests are read from, and a way to make it leak.
+"""A fake server whose requests cause leaks, with the pages that the check for leaks reads.
 
-python leaky_server.py PORT      POST /open, /grow, /zombie, /work
+    python leaky_server.py PORT
+
+POST /open leaves files open, /grow uses memory, /zombie leaves a zombie process, and /work adds a
+request that never ends.
 """
 
 import json
@@ -15,7 +18,7 @@ STATE = {"num_requests": 0}
 
 def leak(what):
     if what == "/open":
-        HELD.extend(open(os.devnull) for _ in range(10))  # noqa: SIM115 - it is a leak
+        HELD.extend(open(os.devnull) for _ in range(10))  # noqa: SIM115 - they stay open
     elif what == "/grow":
         HELD.append(bytes([1]) * (64 << 20))
     elif what == "/zombie":
@@ -25,7 +28,7 @@ def leak(what):
 
 
 class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections are kept alive
+    protocol_version = "HTTP/1.1"  # A connection stays open between requests.
 
     def do_GET(self):
         if self.path == "/metrics":

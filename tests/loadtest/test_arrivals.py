@@ -1,4 +1,4 @@
-"""When requests come."""
+"""Tests of the times at which requests arrive."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ def test_constant_arrivals_keep_their_distance():
 def test_poisson_arrivals_keep_their_rate_and_nothing_else():
     found = gaps(Poisson(4.0))
     assert statistics.fmean(found) == pytest.approx(0.25, rel=0.05)
-    # The gaps of a Poisson process vary as much as they last.
+    # The standard deviation of the gaps of a Poisson process equals the mean of the gaps.
     assert statistics.stdev(found) == pytest.approx(0.25, rel=0.1)
     shares = [sum(gap > limit for gap in found) / len(found) for limit in (0.25, 0.5)]
     assert shares == pytest.approx([0.368, 0.135], abs=0.03)

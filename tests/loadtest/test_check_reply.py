@@ -1,4 +1,4 @@
-"""What the judge of the load test says to answers with something wrong in them."""
+"""Tests that the load test finds each kind of fault in an answer."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ ASK = chat(QUESTION, LENGTH, ignore_eos=True)
 
 
 def reply(texts, *, end="whole", finish="length", **fields):
-    """A reply that said these pieces."""
+    """Return a reply with these pieces of text."""
     fields.setdefault("num_tokens", None)
     made = Reply(status=200, finish_reasons=[finish] if finish else [], end=end, **fields)
     for text in texts:

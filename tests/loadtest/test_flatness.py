@@ -1,4 +1,4 @@
-"""What counts as memory that grows."""
+"""Tests of the rule that decides whether memory grows."""
 
 import random
 
@@ -8,7 +8,7 @@ from loadtest.faults.memory_slope import MAX_SLOPE_MIB_PER_MINUTE, Sample, trend
 
 
 def samples(seed, mib, minutes=10.0, every_s=3.0):
-    """`mib(minute)` and some jitter, as a process would have it."""
+    """Return samples of `mib(minute)` MiB of memory with random noise."""
     rng = random.Random(seed)
     times = [at * every_s for at in range(int(60 * minutes / every_s))]
     return [Sample(at, mib(at / 60) + rng.gauss(0, 0.5)) for at in times]

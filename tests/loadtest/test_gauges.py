@@ -1,4 +1,4 @@
-"""Reading the server's metrics page."""
+"""Tests of the functions that read the metrics page of a server."""
 
 import threading
 from contextlib import contextmanager

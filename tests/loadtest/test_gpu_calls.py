@@ -1,4 +1,4 @@
-"""The calls of the GPU benchmarks, with scripted programs in place of their parts."""
+"""Tests of the calls of the GPU benchmarks. Scripts replace the programs of a call."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from loadtest.gpu.environment import ROOT
 from loadtest.gpu.lines import Rank, report_progress
 from loadtest.gpu.run_parts import Results, run_call
 
-# The minutes that the plan gives each call.
+# The time limit of each call in minutes.
 MINUTES = {"checks": 6, "model": 8, "compiled": 8, "attention": 6}
 SAYS = """
 import json
@@ -30,7 +30,7 @@ def say(rank, text):
 
 @pytest.fixture
 def run(tmp_path):
-    """Run scripted programs as the parts of one call, and return the results."""
+    """A function that runs scripts as the parts of one call and returns the results."""
 
     def run_scripts(scripts, limit_s=2.0, call_s=60.0, **options):
         parts = []
@@ -193,7 +193,7 @@ def test_the_kernels_need_only_torch_triton_and_numpy(tmp_path):
     ],
 )
 def test_make_runs_the_calls_with_the_selected_interpreter_and_installs_nothing(given, expected):
-    # The variables of a make that runs this test would change the output of this make.
+    # If `make` runs this test, the variables of that `make` would change the output of this `make`.
     own = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "ARGS"}
     done = subprocess.run(
         ["make", "-n", "bench-gpu", *given],

@@ -1,4 +1,4 @@
-"""Streams with something wrong in them, over a real gRPC connection."""
+"""Tests of the load test's gRPC client with faulty streams over a real connection."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ ASK = grpc_chat(QUESTION, 10, ignore_eos=True)
 
 
 def response(delta=None, *, is_final=False):
-    """One response of the ensemble; the last of all has no tensors."""
+    """Return one response of the ensemble. Without `delta`, the response has no tensors."""
     made = service_pb2.ModelStreamInferResponse()
     made.infer_response.parameters["triton_final_response"].bool_param = is_final
     if delta is not None:
@@ -50,7 +50,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.is_over = threading.Event()
 
     def ModelStreamInfer(self, requests, context):
-        # One of this call's own: the end of an earlier one may be told late.
+        # Each call has its own event, because the callback of an earlier call may run late.
         is_over = self.is_over = threading.Event()
         context.add_callback(is_over.set)
         for request in requests:
@@ -77,7 +77,10 @@ def service():
 
 @pytest.fixture
 def judged(service):
-    """The reply and the kinds of faults of one ask to a server with one answer."""
+    """A function that sends `ask` to a server with the answer `said`.
+
+    The function returns the reply and the kinds of faults in the reply.
+    """
 
     def send(said, ask=ASK, limit_s=60.0):
         service.said = said

@@ -1,4 +1,4 @@
-"""Streams with something wrong in them, over a real connection."""
+"""Tests of the load test's HTTP client with faulty streams over a real connection."""
 
 import json
 import time
@@ -21,7 +21,10 @@ ASK = chat(QUESTION, 10, ignore_eos=True)
 
 @pytest.fixture
 def judged():
-    """The reply and the kinds of faults of one ask to a server with one answer."""
+    """A function that sends `ask` to a server whose answer has these parts.
+
+    The function returns the reply and the kinds of faults in the reply.
+    """
 
     def send(parts, ask=ASK, status=200, ends=True, limit_s=60.0):
         with play(lambda body: (status, parts, ends)) as server:
@@ -125,7 +128,7 @@ def test_a_client_that_goes_away_closes_its_connection_in_time():
         started = time.monotonic()
         ask = chat(QUESTION, 200, ignore_eos=True).cancelled(1.0)
         reply = HttpEndpoint(server.url).send(ask)
-        assert time.monotonic() - started < 15  # and not the 20 s of the whole stream
+        assert time.monotonic() - started < 15  # The whole stream takes 20 s.
         assert reply.end == "cancelled"
         assert 0 < len(reply.pieces) < 200
         assert ReplyChecker().faults(ask, reply) == []

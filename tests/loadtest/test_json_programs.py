@@ -1,4 +1,4 @@
-"""Programs that print one JSON object, run with a time limit."""
+"""Tests of the function that runs a program with a time limit and reads its JSON object."""
 
 import os
 import sys

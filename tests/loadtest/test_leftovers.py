@@ -1,4 +1,4 @@
-"""What a rest finds, on a process that really leaks."""
+"""Tests that the check for leaks finds each kind of leak in a real process."""
 
 import asyncio
 import subprocess
@@ -21,7 +21,7 @@ SERVER = Path(__file__).with_name("leaky_server.py")
 
 @pytest.fixture
 def served():
-    """As much of a `Served` as rests look at; one port for everything."""
+    """A fake of `Served` with the attributes that the check for leaks reads, and with one port."""
     (port,) = free_ports(1)
     with subprocess.Popen([sys.executable, SERVER, str(port)]) as process:
         ports = dict.fromkeys(("http_port", "grpc_port", "metrics_port", "openai_port"), port)
@@ -34,7 +34,10 @@ def served():
 
 
 def check_around(served, paths, num_rests=1):
-    """A rest, these requests, and what the rest after each round of them finds."""
+    """Send requests in rounds, and return what the check for leaks finds after each round.
+
+    The check also runs before the first round and must find nothing.
+    """
 
     async def run():
         url = f"http://127.0.0.1:{served.openai_port}"

@@ -1,4 +1,4 @@
-"""The load test as a whole: it finds what is wrong with a server, and nothing with a right one."""
+"""Tests that the load test finds the faults of a faulty server, and none of a right server."""
 
 import ast
 import itertools
@@ -17,7 +17,10 @@ LOADTEST = Path(load.__file__).parents[1]
 
 
 def locust(url, tmp_path, *scenarios, seconds=3, file=LOADTEST / "locustfile.py"):
-    """Numbered tokens from a fake server: exit code, and what became of the requests."""
+    """Run the load test against a server that answers with numbered tokens.
+
+    Returns: the exit code and the records of the requests.
+    """
     kept = tmp_path / "records"
     done = subprocess.run(
         [
@@ -50,7 +53,10 @@ FAULTS = {
 
 
 def recite(faults=()):
-    """A server that recites what it is asked to, every other stream with the next fault in it."""
+    """Return the function that answers the requests with the numbered tokens.
+
+    If there are `faults`, every other stream contains the next fault.
+    """
     faults = itertools.cycle([*faults, None]) if faults else itertools.repeat(None)
     turns = itertools.cycle([None, faults])
 

@@ -1,4 +1,4 @@
-"""The engine with random weights that the GPU benchmarks measure."""
+"""Tests of the engine with random weights that the GPU benchmarks measure."""
 
 from nereid_backend import SamplingParams
 

@@ -1,4 +1,4 @@
-"""What becomes of the records: tables, CSV files, one page, an exit code."""
+"""Tests of the report of a load test: tables, CSV files, an HTML page and the exit code."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""Simulated conversations on many nodes."""
+"""Tests of the simulator of conversations on many nodes."""
 
 import pytest
 

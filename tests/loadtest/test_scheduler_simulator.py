@@ -63,7 +63,7 @@ def test_no_priority_starves_while_requests_of_better_ones_keep_the_machine_full
     outcome = simulate(arrivals, scheduler, Cost())
     better, worse = ttft(outcome, 0), ttft(outcome, 1)
     assert sum(worse) / len(worse) > sum(better) / len(better)
-    # One level is worth AGEING_STEPS steps, whatever the load.
+    # A request that is worse by one priority level waits at most `AGEING_STEPS` steps longer.
     longest_step = max(Cost().of(plan) for plan in [_full_plan(scheduler)])
     assert max(worse) < max(better) + AGEING_STEPS * longest_step
 
@@ -114,7 +114,7 @@ def test_the_command_loads_no_torch():
 
 
 def calls_of_a_plan(num_running: int, num_waiting: int) -> int:
-    """Function calls, Python's and built in, of one step's plan and commit."""
+    """Return the number of function calls, Python's and built-in, in one step's plan and commit."""
     scheduler = make_scheduler(num_running * 3, num_running, 4 * num_running)
     for number in range(num_running + num_waiting):
         sequence = Sequence(str(number), [number] * 4, SamplingParams(), max_total_tokens=40)

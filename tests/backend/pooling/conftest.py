@@ -6,7 +6,7 @@ from backend.pooling.tiny import BY_NAME, text
 
 @pytest.fixture(scope="session")
 def encoder_of(tmp_path_factory):
-    """A function from a family's name and head to the folder of its tiny checkpoint."""
+    """A function that returns the folder of the tiny checkpoint for a family's name and a head."""
     folders = {}
 
     def folder_of(name, head="base", **config):
@@ -21,6 +21,6 @@ def encoder_of(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def texts():
-    """Long and short texts, in no order."""
+    """Texts of different lengths in random order."""
     rng = random.Random(7)
     return [text(rng, n) for n in (3, 40, 1, 17, 3, 90, 28, 9)]

@@ -1,4 +1,4 @@
-"""Turns, limits and what happens with bad inputs."""
+"""Tests of the pooling engine: the order of its work, its limits, and invalid inputs."""
 
 import random
 
@@ -181,7 +181,7 @@ def test_a_text_whose_vector_is_not_finite_fails_without_the_other_texts(encoder
 def test_an_input_for_which_the_model_fails_does_not_fail_other_inputs(folder):
     engine = engine_of(folder)
     engine.add("a", [PoolingItem(text="w1"), PoolingItem(token_ids=[3])])
-    # The model fails on a token id that it does not have.
+    # The model raises an error for a token id outside its vocabulary.
     bad = next(one for one in engine._queue._waiting["a"] if one.index == 1)
     bad.prepared.token_ids[0] = 10**6
     found = {one.index: one for one in engine.step()}

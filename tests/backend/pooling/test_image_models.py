@@ -1,4 +1,4 @@
-"""Embedding models and rerankers that are vision-language models, compared with transformers."""
+"""Tests that vision-language models embed and rerank with the same results as transformers."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ TEXTS = ["a page about birds", "b", "what is in this picture?"]
 
 @pytest.fixture(scope="module", params=TYPES)
 def folder(request, tmp_path_factory):
-    """Return the folder of a tiny vision-language checkpoint with a chat template."""
+    """The folder of a tiny vision-language checkpoint with a chat template."""
     return save_vision_language(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -75,7 +75,8 @@ def test_scores_of_images_and_texts_equal_those_of_transformers(folder):
 
 
 def test_a_query_cannot_choose_the_place_of_an_image(folder):
-    query = "what is mark7image7mark?"  # The marker of an earlier version was not random.
+    # The marker for an image was not random in an earlier version. A query could contain it.
+    query = "what is mark7image7mark?"
     reranker = Reranker(str(folder), num_threads=1)
     image = picture(5)
     scores = reranker.score([(query, png(image)), (query, query)], activation="none")
@@ -108,7 +109,7 @@ def test_the_second_use_of_an_image_runs_no_encoder(embedder):
     assert features.num_encoded == num_encoded + 2
 
 
-# The check of the length does not depend on the type of the model.
+# One type of model is enough, because the check of the length is the same for all types.
 @pytest.mark.parametrize("folder", TYPES[:1], indirect=True)
 def test_an_input_that_is_too_long_is_refused(folder):
     embedder = Embedder(str(folder), num_threads=1, max_model_len=16)
@@ -118,7 +119,7 @@ def test_an_input_that_is_too_long_is_refused(folder):
 
 @pytest.fixture(scope="module", params=PAGE_MODELS)
 def retrieval(request, tmp_path_factory):
-    """Return the folder, the model and the processor of a tiny checkpoint for pages."""
+    """The folder of a tiny checkpoint for pages, and the model and processor of transformers."""
     name = request.param
     folder = tmp_path_factory.mktemp(f"{name}-retrieval")
     return folder, *save_page_model(name, tmp_path_factory.mktemp(name), folder)

@@ -1,4 +1,4 @@
-"""Inputs that are too large are refused or cut before they are tokenised."""
+"""Tests that inputs that are too large are refused or cut before they are tokenised."""
 
 import time
 
@@ -11,7 +11,7 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
 
-# A text that is much longer than any limit of the tiny models, and whose tokenising takes seconds.
+# A text that is much longer than all limits of the tiny models. Tokenising it takes seconds.
 HUGE = "w1 w2 w3 w4 " * 500_000
 
 
@@ -22,7 +22,7 @@ def embedder(encoder_of):
 
 @pytest.fixture
 def no_long_text(monkeypatch, embedder):
-    """Fail as soon as the tokenizer is called with a text of more than 100,000 characters."""
+    """Let the tokenizer raise an error for a text of 100,000 characters or more."""
     tokenizer = embedder._engine._model.preparer._tokenizer
     kind = type(tokenizer)
     original = kind.__call__

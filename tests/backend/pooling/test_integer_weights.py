@@ -1,4 +1,4 @@
-"""Embedding models and rerankers whose weights are stored as integers of 4 or 8 bits."""
+"""Tests of embedding models and rerankers whose weights are integers of 4 or 8 bits."""
 
 import numpy as np
 import pytest

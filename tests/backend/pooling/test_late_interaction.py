@@ -1,4 +1,4 @@
-"""Queries and documents of ColBERT models equal those of sentence-transformers."""
+"""Tests that vectors of ColBERT models equal the vectors of sentence-transformers."""
 
 import json
 import random
@@ -21,7 +21,7 @@ QUERIES = ["w1", "w3 w5 , w6", "w9 w3 w3 w2 w8 w7", text(random.Random(3), 40)]
 
 
 def write(path, value):
-    path.unlink(missing_ok=True)  # the copy is a link
+    path.unlink(missing_ok=True)  # The file is a link to the original, which must stay unchanged.
     path.write_text(json.dumps(value))
 
 
@@ -35,7 +35,7 @@ def add_projection(folder, path="1_Dense", **config):
 
 @pytest.fixture
 def native(encoder_of, tmp_path):
-    """A function that lays a checkpoint out as sentence-transformers saves it."""
+    """A function that writes a checkpoint in the layout of sentence-transformers."""
 
     def make(settings, family="bert", **mask):
         folder = copy_of(encoder_of(family), tmp_path)
@@ -50,7 +50,10 @@ def native(encoder_of, tmp_path):
 
 
 def assert_equal_to_reference(folder, *, queries=QUERIES, documents=(*QUERIES, "w3 w5 w6 , w8")):
-    """Compare queries and documents, each in one batch, with those of sentence-transformers."""
+    """Compare the vectors of queries and documents with the vectors of sentence-transformers.
+
+    All queries are one batch, and all documents are another batch.
+    """
     embedder = Embedder(str(folder), num_threads=1)
     reference = MultiVectorEncoder(str(folder), device="cpu")
     prompts = embedder.info.prompts
@@ -94,7 +97,7 @@ def test_punctuation_of_queries_is_dropped_only_if_the_files_say_so(native):
 
 @pytest.fixture
 def pylate(encoder_of, tmp_path):
-    """A function that lays a checkpoint out as PyLate saves it."""
+    """A function that writes a checkpoint in the layout of PyLate."""
 
     def make(**saved):
         folder = copy_of(encoder_of("bert"), tmp_path)
@@ -148,7 +151,7 @@ def test_a_checkpoint_of_stanford(encoder_of, tmp_path, metadata):
 def test_a_marker_is_one_token(pylate):
     folder = pylate(query_prefix="w1-marker ", query_length=6)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    # The pre-tokenizer splits this entry of the vocabulary at its hyphen.
+    # The pre-tokenizer splits "w1-marker" at the hyphen, although it is an entry of the vocabulary.
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["w1-marker"] = vocabulary.pop("w200")
     write(folder / "tokenizer.json", tokenizer)

@@ -1,4 +1,4 @@
-"""Packed attention beside its definition, text by text."""
+"""Tests that attention over packed texts equals the attention of each text by the definition."""
 
 import itertools
 
@@ -12,7 +12,8 @@ from nereid_backend.attention.cpu.cpu_texts import TextAttention, attend_texts, 
 from nereid_backend.attention.cpu.instruction_sets import supported_instruction_sets
 from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
 
-# The best instruction set, and those whose products differ: pairs of bfloat16, and float32 alone.
+# The best instruction set, and two instruction sets that multiply in other ways: avx512_bf16
+# multiplies pairs of bfloat16 numbers, and avx2 multiplies only float32 numbers.
 INSTRUCTION_SETS = [
     one.name
     for index, one in enumerate(supported_instruction_sets())
@@ -22,7 +23,11 @@ needs_kernels = pytest.mark.skipif(not has_kernels(), reason="the CPU kernels ca
 
 
 def by_definition(query, key, value, *, is_causal, window, softcap, sinks, scale):
-    """One text: query [heads, length, dim], key and value [kv_heads, length, dim], in float64."""
+    """Return the attention of one text by the definition, computed in float64.
+
+    `query` has the shape [heads, length, dim]. `key` and `value` have the shape [kv_heads, length,
+    dim].
+    """
     groups = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     scores = query.double() @ key.double().transpose(1, 2) * scale
@@ -57,7 +62,7 @@ def test_packed_attention_equals_the_attention_of_each_text_alone(
     torch.manual_seed(0)
     lens = (1, 3, 3, 40, 300, 300, 517)
     total = sum(lens)
-    # Without kernels, bfloat16 has the path of float32, but larger errors.
+    # Without kernels, bfloat16 runs through the same code as float32, but its errors are larger.
     dtype = torch.bfloat16 if uses_kernels and not extra else torch.float32
     query = torch.randn(1, 4, total, 8).to(dtype)
     key, value = torch.randn(2, 1, kv_heads, total, 8).to(dtype)
@@ -128,7 +133,7 @@ def test_any_attention_of_any_texts_equals_its_definition(name, dtype):
         torch.manual_seed(0)
         total = sum(lens)
         heads = kv_heads * queries_per_key_head
-        # The heads of a token are neighbours in memory, as after a linear layer.
+        # All heads of a token are adjacent in memory, as after a linear layer.
         query = torch.randn(total, heads, key_dim).to(dtype).transpose(0, 1)
         key = torch.randn(total, kv_heads, key_dim).to(dtype).transpose(0, 1)
         value = torch.randn(total, kv_heads, value_dim).to(dtype).transpose(0, 1)

@@ -1,4 +1,7 @@
-"""Vectors equal those of transformers and sentence-transformers, alone and in a mixed batch."""
+"""Tests that vectors equal the vectors of transformers and sentence-transformers.
+
+The texts are computed one by one, and in a batch with texts of other lengths.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ def cosines(found, wanted):
 
 
 def wanted_rows(folder, texts):
-    """Token vectors of each text alone, with transformers' eager attention."""
+    """Return the token vectors of each text alone, by transformers with eager attention."""
     kind = T5EncoderModel if "t5" in folder.name else AutoModel
     model = kind.from_pretrained(folder, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -28,7 +31,7 @@ def wanted_rows(folder, texts):
         ]
 
 
-# One family for each path, and the families with special attention.
+# One family for each forward path, and the families with special attention.
 REPRESENTATIVE = (
     *("bert", "deberta-v2", "convbert, convolves along the row"),
     *("gemma2, softcap and sliding window", "gemma3, bidirectional"),

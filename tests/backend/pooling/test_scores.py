@@ -1,4 +1,4 @@
-"""Scores equal those of transformers' heads and of sentence-transformers' CrossEncoder."""
+"""Tests that scores equal the scores of transformers and of sentence-transformers."""
 
 import json
 import random
@@ -130,7 +130,7 @@ def test_the_problem_type_of_a_classifier_selects_its_activation(
 
 
 def judged(folder, prompts):
-    """yes minus no at the end of each prompt, by transformers alone."""
+    """Return the probability of "yes" instead of "no" after each prompt, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []

@@ -1,4 +1,4 @@
-"""The probabilities of labels for each token equal those of transformers."""
+"""Tests that the probabilities of each token's labels equal those of transformers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Dense modules, Matryoshka dimensions, prompts, sparse and multi-vectors, images."""
+"""Tests of dense modules, dimensions, prompts, sparse vectors, multi-vectors and images."""
 
 import io
 import json
@@ -337,7 +337,7 @@ def test_the_length_limit_in_the_checkpoints_files_may_have_several_forms(
 
 @pytest.fixture
 def lexical_folder(encoder_of, tmp_path):
-    """As BGE-M3 is laid out: two more linear layers beside the checkpoint."""
+    """The folder of a checkpoint in the layout of BGE-M3, and its two additional linear layers."""
     folder = copy_of(encoder_of("xlm-roberta"), tmp_path)
     add_modules(folder, pooling("cls"), NORMALIZE)
     torch.manual_seed(2)
@@ -386,7 +386,7 @@ def clip_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clip(clip_folder):
-    """An embedder of texts and images. Its process for images imports torch, which takes 3 s."""
+    """An embedder of texts and images. Its image process needs 3 s for the import of torch."""
     return Embedder(str(clip_folder), num_threads=1)
 
 

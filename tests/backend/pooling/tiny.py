@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of encoders, with a tokenizer and the files that say how to pool."""
+"""Tiny random checkpoints of encoders, with a tokenizer and the files that configure pooling."""
 
 import json
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ _AUTO = {
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its config beyond the common values, and how it runs here."""
+    """An architecture: the values of its config, and the forward path that it uses."""
 
     name: str
     model_type: str
@@ -59,7 +59,8 @@ class Family:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    # Larger than usual, so that every token feels the others.
+                    # The weights are larger than usual, so that the vector of each token depends on
+                    # the other tokens.
                     parameter.normal_(0.0, 0.2 if "embed" not in name else 0.5)
                 elif "bias" in name:
                     parameter.normal_(0.0, 0.1)
@@ -112,7 +113,7 @@ def save_tokenizer(
 
 
 def add_modules(folder: Path, *modules: tuple[str, str, dict], **saved) -> Path:
-    """Write modules.json: (type, subfolder, config) each, after the transformer itself."""
+    """Write modules.json with the transformer and then `modules`: (type, subfolder, config)."""
     entries = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
     ]
@@ -126,7 +127,7 @@ def add_modules(folder: Path, *modules: tuple[str, str, dict], **saved) -> Path:
 
 
 def copy_of(folder: Path, target: Path) -> Path:
-    """The same checkpoint at another place, whose files can be replaced and added to."""
+    """Link the files of a checkpoint in `target`, where a test can replace and add files."""
     for path in folder.iterdir():
         if path.is_file():
             (target / path.name).symlink_to(path)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints that embed or rerank images, and what transformers computes with them."""
+"""Tiny random checkpoints that embed or rerank images, and the results of transformers."""
 
 import io
 from pathlib import Path
@@ -13,7 +13,7 @@ from nereid_backend.vision.load_processor import load_processor
 from PIL import Image
 from transformers import AutoConfig, CLIPConfig, CLIPImageProcessor, CLIPModel
 
-# For each model with one vector for each token of a page: its vision-language type.
+# The models that return one vector for each token of a page, and their vision-language types.
 PAGE_MODELS = {"ColQwen2": "qwen2_vl", "ColPali": "paligemma"}
 # The prompt of a reranker whose chat template has no roles for the query and the document.
 RERANK_SYSTEM = (
@@ -100,7 +100,8 @@ def save_towers(folder: Path) -> Path:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.2)
-    # The tests' end token is 2, a value that old CLIP configs have for another one.
+    # For transformers, the value 2 marks an old CLIP config, in which another token is the end
+    # token.
     model.config.text_config.eos_token_id = 4
     model.save_pretrained(folder)
     save_tokenizer(folder, types=False, end="<mask>")
@@ -109,7 +110,7 @@ def save_towers(folder: Path) -> Path:
 
 
 def chat_inputs(folder: Path, messages: list[dict], **variables):
-    """Return the model's inputs that the checkpoint's processor makes of messages."""
+    """Return the inputs that the processor of the checkpoint creates from messages."""
     processor = load_processor(folder, AutoConfig.from_pretrained(folder))
     return processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt", **variables
@@ -129,7 +130,7 @@ def user(*parts: str | Image.Image) -> dict:
 
 @torch.inference_mode()
 def last_vectors(folder: Path, chats: list[list[dict]]) -> np.ndarray:
-    """Return the vector of the last token of each chat, scaled to length 1, by transformers."""
+    """Return the vector of the last token of each chat, computed by transformers, with length 1."""
     model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
     rows = []
     for messages in chats:
@@ -140,7 +141,7 @@ def last_vectors(folder: Path, chats: list[list[dict]]) -> np.ndarray:
 
 @torch.inference_mode()
 def answer_logits(folder: Path, query: str, documents: list[str | Image.Image]) -> list[float]:
-    """Return the logit of "yes" minus that of "no" for each document, by transformers."""
+    """Return logit("yes") - logit("no") for each document, computed by transformers."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = load_processor(folder, AutoConfig.from_pretrained(folder))
     yes, no = processor.tokenizer.convert_tokens_to_ids(["yes", "no"])

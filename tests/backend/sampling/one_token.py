@@ -1,4 +1,4 @@
-"""Sampling without an engine: one token for each request."""
+"""A helper that samples one token for each request without an engine."""
 
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled
@@ -11,7 +11,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
     """Sample one token for each request, without guides, draft tokens or cached state.
 
     Args:
-        logits: [num_requests, vocab_size], any float dtype. Not changed.
+        logits: a tensor of any float dtype with the shape [num_requests, vocab_size]. The call does
+            not change it.
         sequences: the sequence of each row of `logits`. The call does not append the new tokens.
 
     Returns:

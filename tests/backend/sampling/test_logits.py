@@ -40,7 +40,7 @@ def processed(logits, *sequences, processor=None, drafts=()):
 
 
 def slow_penalties(logits, prompt, output, params):
-    """One row by the definition, token by token."""
+    """Return one row of logits with penalties, computed token by token by the definition."""
     row = logits.tolist()
     for token in range(len(row)):
         if token in prompt or token in output:
@@ -77,7 +77,8 @@ def test_penalties_follow_their_definition_while_texts_grow_and_rows_change_hand
     ]
     plain = make_sequence(row=9)
     for step in range(100):
-        if step % 20 == 19:  # as after preemptions: other rows, some of them another's before
+        # After preemptions, requests have other rows. Some of the rows belonged to other requests.
+        if step % 20 == 19:
             for text, row in zip(texts, rng.permutation(6).tolist(), strict=False):
                 text.row = row
         present = [text for text in texts if rng.random() < 0.7] + [plain]
@@ -107,7 +108,7 @@ def test_guessed_tokens_count_as_the_answers_at_the_places_behind_them():
                 logits[row], [4, 5, 4], output + position.drafts, sequence.params
             )
             torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
-        # Nothing of the guesses stays behind.
+        # The draft tokens of the first call do not change later results.
         again = processed(logits[:1], sequence, processor=processor)
         torch.testing.assert_close(again[0], found[0])
 
@@ -203,7 +204,7 @@ def test_the_time_of_a_step_does_not_grow_with_the_number_of_bad_words():
     sequence = make_sequence(output=[5, 6, 9], bad_words_token_ids=[*words, [9, 11]])
     processor = LogitsProcessor()
     logits = torch.zeros(1, VOCAB)
-    processed(logits, sequence, processor=processor)  # prepares the words
+    processed(logits, sequence, processor=processor)  # The first call prepares the words.
     start = time.thread_time()
     for _ in range(20):
         found = processed(logits, sequence, processor=processor)

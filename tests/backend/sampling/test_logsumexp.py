@@ -1,4 +1,4 @@
-"""What is known of a row of logits before a token is chosen."""
+"""Tests of the function that finds the likeliest token and the log-sum-exp of each row."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_rows_of_any_size_give_the_first_likeliest_token_and_the_logarithm_of_th
 ):
     torch.manual_seed(seed)
     logits = (torch.randn(rows, size) * height).to(dtype)
-    # Whole stretches are out of reach, as behind a guide; one token is left.
+    # Many tokens are forbidden, as by a guide. At least one token of each row is allowed.
     is_out = torch.rand(rows, size) < share_out
     is_out[:, seed % size] = False
     logits[is_out] = float("-inf")

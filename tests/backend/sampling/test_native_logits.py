@@ -1,4 +1,4 @@
-"""Tokens drawn by the kernels that read rows of logits, against torch on whole vocabularies."""
+"""Tests that the native kernels sample the same tokens as torch with whole rows of logits."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,8 @@ def some_logits(dtype, size, height, share_out, seed):
 
 
 def probs_of(logits, temperature):
-    # The largest is taken off first: a tiny temperature makes all the others' differences huge.
+    # The largest logit is subtracted first. Otherwise, the quotients by a tiny temperature would be
+    # huge.
     logits = logits.double()
     return ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
 
@@ -96,7 +97,8 @@ def test_rows_that_are_no_distribution_give_some_token_and_leave_their_neighbour
 @pytest.mark.parametrize("height", [1, 2, 4])
 def test_draws_are_those_that_torch_makes_without_the_kernels(wish, height, monkeypatch):
     torch.manual_seed(0)
-    logits = torch.randn(200, 5000) * height  # the flatter, the more tokens are left
+    # A smaller factor makes the distribution flatter, so that the filters keep more tokens.
+    logits = torch.randn(200, 5000) * height
     batch = SamplingBatch(
         np.full(200, 0.8, np.float32),
         np.full(200, wish.get("top_p", 1.0), np.float32),
@@ -107,5 +109,5 @@ def test_draws_are_those_that_torch_makes_without_the_kernels(wish, height, monk
     native = sample_rows(logits, batch)
     monkeypatch.setattr(native_logits, "has_kernels", lambda: False)
     plain = sample_rows(logits, batch)
-    # A random number may lie so near to the border of two tokens that rounding decides.
+    # A random number may be so close to the limit between two tokens that rounding decides.
     assert (native != plain).sum() <= 1

@@ -25,7 +25,7 @@ def make_sequence(seed=0, num_output=0, prompt_len=3, eos=(), **params):
 
 
 def slow_probs(logits, params):
-    """Probabilities of one row by the definition, sorted in plain Python."""
+    """Return the probabilities of one row by the definition, sorted in plain Python."""
     probs = (logits.double() / params.temperature).softmax(-1).tolist()
     order = sorted(range(len(probs)), key=lambda i: -probs[i])
     kept = [i for i in order if probs[i] >= params.min_p * probs[order[0]]]
@@ -216,7 +216,8 @@ def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatc
         )
         tokens = random_sampling.sample_rows(logits.expand(count, -1), batch)
         assert logits[tokens].isfinite().all()
-        # The index at which the sum of probabilities passes the random number, by the definition.
+        # By the definition, the sampled token is the first at which the sum of the probabilities
+        # exceeds the random number.
         sums = logits.double().softmax(-1).cumsum(-1).numpy()
         expected = np.searchsorted(sums, numbers * sums[-1], side="right")
         wrong = (tokens.numpy() != expected).sum()
@@ -234,7 +235,7 @@ def test_rows_in_doubt_are_chosen_again_when_the_choices_are_read(monkeypatch):
     expected = sampler.Sampler(defers=False).sample(logits, positions)
     given = logits.clone()
     pending = sampler.Sampler(defers=True).launch(given, positions)
-    given.fill_(float("nan"))  # as the next forward pass may do
+    given.fill_(float("nan"))  # The next forward pass may overwrite the logits.
     sampled_tokens, drawn = pending.result()
     assert sampled_tokens == expected
     assert drawn == pending.token_ids.tolist()

@@ -1,4 +1,4 @@
-"""What requests ask of sampling, through the whole engine."""
+"""Tests of sampling parameters with a whole engine."""
 
 import random
 

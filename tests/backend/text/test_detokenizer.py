@@ -65,7 +65,8 @@ def test_any_text_survives_any_cut(kind, text, sizes):
 def test_any_token_ids_give_text_and_an_end(ids, sizes):
     tokenizer = zoo.byte_level()
     given_text = "".join(pieces(decode_with(tokenizer), ids, sizes))
-    # Wrong bytes may come as more or fewer U+FFFD than at once; every real character is there.
+    # In pieces, invalid bytes may become more or fewer U+FFFD than at once. All valid characters
+    # are the same.
     whole = tokenizer.decode(ids, skip_special_tokens=True)
     assert given_text.replace("�", "") == whole.replace("�", "")
 

@@ -4,7 +4,7 @@ from nereid_backend.text.stop_strings import StopStrings
 
 
 def run(text, stops, sizes=(1,), *, include=False):
-    """Text given out and the stop found, feeding pieces of these sizes."""
+    """Feed `text` in pieces of these sizes. Return the output and the found stop string."""
     matcher, out, at, turn = StopStrings(stops, include_in_output=include), "", 0, 0
     while at < len(text):
         match = matcher.feed(text[at : at + sizes[turn % len(sizes)]])

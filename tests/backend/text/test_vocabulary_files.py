@@ -1,4 +1,4 @@
-"""A tokenizer whose vocabulary is missing or cannot be read is an error of the checkpoint."""
+"""Tests that a tokenizer is refused if its vocabulary is missing or cannot be read."""
 
 import json
 
@@ -11,7 +11,7 @@ from nereid_backend.text.load_decoder import load_decoder
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder with the config of a model, and without a vocabulary."""
+    """A folder with the config of a model, but without a vocabulary."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     config = {"tokenizer_class": "Qwen2Tokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Small tokenizers of the three kinds in use, trained on a few lines."""
+"""Small tokenizers of the three common kinds, trained on a few lines of text."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ SPECIAL = "<|end|>"
 
 @cache
 def byte_level() -> Tokenizer:
-    """Byte-level BPE, as GPT-2, Llama 3 and Qwen have it."""
+    """Return a tokenizer with byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def byte_fallback() -> Tokenizer:
-    """SentencePiece-like BPE with byte fallback, as Llama 2 and Mistral have it."""
+    """Return a tokenizer with BPE and byte fallback, as in Llama 2 and Mistral."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     letters = sorted({c for line in TEXT for c in line if c.isascii() and c.isprintable()} - {" "})
     pieces = ["<unk>", SPECIAL, *bytes_, "▁", *letters, "▁the", "▁qu", "ick", "th", "er", "▁f"]
@@ -54,7 +54,7 @@ def byte_fallback() -> Tokenizer:
 
 @cache
 def unigram() -> Tokenizer:
-    """SentencePiece Unigram with a Metaspace decoder, as T5 and XLM-R have it."""
+    """Return a Unigram tokenizer with a Metaspace decoder, as in T5 and XLM-R."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

@@ -1,4 +1,4 @@
-"""`nereid convert`: a checkpoint as integers, and back."""
+"""Tests of `nereid convert`, which rounds the weights of a checkpoint to integers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`nereid doctor CHECKPOINT`: what the checkpoint is, its memory, and what does not work."""
+"""Tests of `nereid doctor CHECKPOINT`, which describes a checkpoint and its problems."""
 
 import json
 import shutil

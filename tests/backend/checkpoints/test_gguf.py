@@ -23,6 +23,7 @@ from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read
 from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.load_checkpoint import load_checkpoint
+from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
@@ -165,6 +166,17 @@ def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path):
     assert loaded.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[x]"
 
 
+def test_a_chat_with_tools_uses_the_template_for_tools_in_the_file(tmp_path):
+    path = write_gguf(BY_NAME["llama"].save(tmp_path / "checkpoint"), "llama", "F32")
+    templates = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    add_tokenizer(path, ["a", "aa", "<|end|>"], ["a a"], "gpt-2", templates)
+    tokenizer = load_tokenizer(checkpoint_folder(str(path)))
+    assert tokenizer.chat_template == {"default": "plain", "tool_use": "tools"}
+
+
 @pytest.mark.parametrize(
     ("adds_space", "first_token"), [(None, "▁ab"), (True, "▁ab"), (False, "ab")]
 )
@@ -219,7 +231,9 @@ def test_special_tokens_that_the_file_lacks_are_ordinary_text(tmp_path):
     assert len(tokenizer) == len(tokens)
 
 
-def add_tokenizer(path, tokens, merges, pre):
+def add_tokenizer(
+    path, tokens, merges, pre, template="{% for m in messages %}[{{ m.content }}]{% endfor %}"
+):
     """Add a byte-level BPE tokenizer and a chat template to a GGUF file."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(path.with_suffix(".new"), "llama")
@@ -232,7 +246,7 @@ def add_tokenizer(path, tokens, merges, pre):
     writer.add_token_types([3 if token == "<|end|>" else 1 for token in tokens])
     writer.add_token_merges(merges)
     writer.add_eos_token_id(tokens.index("<|end|>"))
-    writer.add_chat_template("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    writer.add_chat_template(template)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
@@ -362,6 +376,41 @@ def test_metadata_with_wrong_numbers_is_refused(metadata, factors, message):
     file = GgufFile(Path("x.gguf"), usual | metadata, {"token_embd.weight": _EMBEDDINGS})
     with pytest.raises(ModelError, match=rf"x\.gguf: .*{message}"):
         gguf_config(file, factors)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({}, {"rope_type": "default"}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 0.0}, {"rope_type": "default"}),
+        ({"factor": 0.0, "type": "linear"}, {"rope_type": "linear", "factor": 1.0}),
+        ({"factor": 4.0, "type": "none"}, {"rope_type": "default"}),
+    ],
+)
+def test_scaled_positions_without_a_type_are_linear_as_in_llama_cpp(metadata, expected):
+    usual = {
+        "general.architecture": "llama",
+        "llama.embedding_length": 64,
+        "llama.block_count": 1,
+        "llama.attention.head_count": 4,
+    }
+    scaling = {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
+    file = GgufFile(Path("x.gguf"), usual | scaling, {"token_embd.weight": _EMBEDDINGS})
+    assert gguf_config(file, None)["rope_parameters"] == expected | {"rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mmproj"])
+def test_a_file_without_a_model_is_refused_by_its_type(kind, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_type(kind)
+    writer.add_tensor("a", np.ones((1, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=f"its general.type is '{kind}'"):
+        checkpoint_folder(str(tmp_path / "x.gguf"))
 
 
 def test_token_ids_outside_the_vocabulary_are_ignored():

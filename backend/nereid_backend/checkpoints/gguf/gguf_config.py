@@ -363,7 +363,9 @@ def _rope_parameters(
     theta = values.get("rope.freq_base", _DEFAULT_ROPE_THETA)
     if factors is not None:
         return _llama3_rope(file, theta, factors)
-    scaling = values.get("rope.scaling.type", "none")
+    # As in llama.cpp, a factor without a type means linear scaling, and the factor 0 means 1.
+    factor = values.get("rope.scaling.factor") or 1.0
+    scaling = values.get("rope.scaling.type", "none" if factor == 1 else "linear")
     if scaling == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if scaling not in ("linear", "yarn"):
@@ -371,7 +373,6 @@ def _rope_parameters(
             f"{file.path}: rope.scaling.type {scaling!r} is not supported. Use the model's "
             "safetensors files."
         )
-    factor = values.get("rope.scaling.factor", 1.0)
     parameters = {"rope_type": scaling, "rope_theta": theta, "factor": factor}
     if scaling == "yarn":
         # The context length before YaRN extended it. If the file does not contain this length, or

@@ -25,8 +25,10 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # The name of the folder depends on this version number. Increase the number if this module is
 # changed and writes different files. Nereid then creates a new folder and ignores the old folder.
-_VERSION = 4
+_VERSION = 5
 _TOKENIZER = "tokenizer.ggml."
+# The values of general.type in files that contain no model.
+_KINDS_WITHOUT_MODEL = ("adapter", "mmproj", "imatrix")
 # Maps the name of a special token in transformers to a metadata key of GGUF files.
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -60,7 +62,7 @@ def create_gguf_folder(path: Path, link_name: str) -> Path:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
     file = read_gguf(path)
-    _check_is_whole(file)
+    _check_is_whole_model(file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _write_folder(file, folder, link_name)
@@ -104,8 +106,14 @@ def _write_folder(file: GgufFile, folder: Path, link_name: str) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _check_is_whole(file: GgufFile) -> None:
-    """Raise an UnsupportedModelError if the model is divided into several files."""
+def _check_is_whole_model(file: GgufFile) -> None:
+    """Raise an UnsupportedModelError if a file contains no model, or only a part of a model."""
+    kind = file.metadata.get("general.type")
+    if kind in _KINDS_WITHOUT_MODEL:
+        raise UnsupportedModelError(
+            f"{file.path} contains no model, because its general.type is {kind!r}. Set model to "
+            "the GGUF file of the model. LoRA adapters must have PEFT's format."
+        )
     num_parts = file.metadata.get("split.count", 1)
     if num_parts not in (0, 1):
         raise UnsupportedModelError(
@@ -179,19 +187,29 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _chat_template(file: GgufFile) -> str | None:
+def _chat_template(file: GgufFile) -> str | dict[str, str] | None:
     """Return the chat template of a GGUF file; None if the file has no chat template.
 
+    If the file has further templates, such as tokenizer.chat_template.tool_use, the result maps the
+    names of all templates to their texts: {"default": "...", "tool_use": "..."}.
+
     Raises:
-        ModelError: if the template is not a text.
+        ModelError: if a template is not a text.
     """
-    template = file.metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str | None):
-        raise ModelError(
-            f"{file.path}: tokenizer.chat_template must be a text, but it is {template!r}. "
-            "Download the file again."
-        )
-    return template
+    key = "tokenizer.chat_template"
+    templates = {
+        name.removeprefix(key).removeprefix(".") or "default": template
+        for name, template in file.metadata.items()
+        if name == key or name.startswith(f"{key}.")
+    }
+    for name, template in templates.items():
+        if not isinstance(template, str):
+            raise ModelError(
+                f"{file.path}: the template {name!r} ({key}) must be a text, but it is "
+                f"{template!r}. Download the file again."
+            )
+    default = templates.get("default")
+    return default if default is None or len(templates) == 1 else templates
 
 
 def _bos_and_eos_settings(file: GgufFile, tokenizer_type: str) -> dict[str, bool]:

@@ -18,7 +18,7 @@ Names are compared without regard to case, and the characters `-`, `_` and `.` a
 
 `python tests/parsers/formats_table.py` generates this page.
 
-"""  # noqa: E501 - one line of the page for each paragraph
+"""  # noqa: E501 - each paragraph of the page is one line
 
 
 def table(kind: str) -> str:

@@ -58,7 +58,7 @@ def transcripts() -> list[tuple[str, dict]]:
 
 
 def tool(name, required=None, **properties):
-    """Return a member of the OpenAI tools list."""
+    """Return the declaration of a tool in OpenAI's format."""
     schema = {"type": "object", "properties": properties}
     if required is not None:
         schema |= {"required": required, "additionalProperties": False}
@@ -124,7 +124,7 @@ def check_order(events):
 
 
 def markers_of(fmt: Format) -> list[str]:
-    """Return all strings in the declaration of a format, with values for the pattern fields."""
+    """Return all markers of a format. Fields such as {name} are replaced by example values."""
     markers: set[str] = set()
 
     def visit(part):

@@ -15,13 +15,13 @@ from parsers.support import conformance, stream_at
 FOLDER = conformance()
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="there are no conformance cases")
 
-# The template renders the content before a call into the channel of the reasoning. Then the text is
-# the same as with reasoning, and no parser can distinguish the two.
+# In this case, the template renders content into the channel of the reasoning. The text is the same
+# as with reasoning, so no parser can return the right message.
 INDISTINCT = {"openai-gpt-oss-120b.jinja::content_then_tool"}
 
 
 def load():
-    """Return the format names and the scored cases, each by template."""
+    """Return two dicts by template: the names of the formats, and the scored cases."""
     if FOLDER is None:
         return {}, {}
     names = json.loads((FOLDER / "named.json").read_text(encoding="utf-8"))

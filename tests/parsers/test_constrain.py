@@ -129,7 +129,7 @@ class Walker:
         return self.random.choice([token for token in allowed if token != self.stop] or allowed)
 
     def walk(self, limit=500):
-        """Return one text, or None if it is not complete within the limit."""
+        """Return one text, or None if it is not complete after `limit` tokens."""
         matcher = self.xgrammar.GrammarMatcher(self.compiled)
         mask = self.xgrammar.allocate_token_bitmask(1, len(self.tokens))
         out = b""
@@ -144,7 +144,7 @@ class Walker:
         return None
 
     def texts(self, wanted=4, tries=24):
-        """Return several complete texts."""
+        """Return up to `wanted` complete texts, from at most `tries` attempts."""
         found = (text for text in (self.walk() for _ in range(tries)) if text is not None)
         texts = list(itertools.islice(found, wanted))
         assert texts, "no walk ended"
@@ -370,7 +370,7 @@ SCHEMAS = [
     ({"$ref": "#/$defs/a", "title": "A", "type": "object"}, []),
     ({"type": [{}], "enum": 7, "anyOf": "x", "format": []}, ["anyOf", "format", "type"]),
 ]
-# Each schema with the keyword that xgrammar ignores, and a text that violates this keyword.
+# (schema, keyword that xgrammar ignores in this schema, text that violates the keyword)
 IGNORED = [
     ({"$defs": {"A": {"type": "integer"}}, "$ref": "#/$defs/A", "maximum": 5}, "maximum", "9"),
     ({"anyOf": [{"type": "integer"}, {"type": "null"}], "minimum": 3}, "minimum", "1"),
@@ -386,7 +386,7 @@ IGNORED = [
 @pytest.mark.parametrize(("schema", "found"), SCHEMAS)
 def test_keywords_that_are_not_enforced_are_listed(schema, found):
     listed = unenforced_keywords(schema)
-    if listed != found:  # `found` may contain only the keywords.
+    if listed != found:  # In some cases, `found` contains only the keywords without their paths.
         assert [description.split()[0] for description in listed] == found
 
 
@@ -495,7 +495,7 @@ def test_the_structural_tag_for_many_optional_arguments_is_small(name, choice):
         tag = get_format(tools=name).structural_tag(offered, choice)
     except ConstraintError:
         return  # Some formats cannot constrain tool calls inside other text.
-    # For 500 tools, the limit is 5 MB.
+    # A tag for 500 such tools then has at most 5 MB.
     assert len(json.dumps(tag)) < 100_000
 
 

@@ -21,9 +21,10 @@ from parsers.template.support import (
 xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
 
 CANNOT = {
-    "nested_elements",  # xgrammar cannot constrain nested elements with this mark.
+    "nested_elements",  # xgrammar cannot constrain nested elements with this marker.
     "nested_keys",
-    "bare_keys",  # Objects without declared properties cannot be constrained with bare keys.
+    # Objects without declared properties cannot be constrained if their keys have no quotes.
+    "bare_keys",
     "argument_attributes",  # An attribute with an array contains HTML entities.
     "encoded_arguments",  # The arguments are JSON inside a JSON string.
     "one_tagged_call",  # The template renders arrays as objects.
@@ -53,7 +54,7 @@ def compiler():
 
 
 def refused(compiler, tag, text):
-    """Return None if the tag allows the text, otherwise where the text is refused."""
+    """Return None if the tag allows the text, else the place at which the text is refused."""
     matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(json.dumps(tag)))
     data = text.encode()
     for at, byte in enumerate(data):

@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas: what `check_pattern` accepts is enforced."""
+"""Tests that xgrammar enforces the regular expressions that `check_pattern` accepts."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from nereid_parsers.constraints.enforceable_pattern import (
     split_pattern,
 )
 
-# Each string of at most three of these characters is tried. The last two need a backslash in JSON.
+# All strings of at most three of these characters are tried. JSON must escape the last two.
 ALPHABET = ("a", "7", ".", "-", "é", '"', "\n")
 STRINGS = ["".join(text) for size in range(4) for text in itertools.product(ALPHABET, repeat=size)]
 

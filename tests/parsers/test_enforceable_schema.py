@@ -1,4 +1,4 @@
-"""Schemas that are rewritten so that xgrammar enforces them accept the same values as before."""
+"""Tests that schemas that are rewritten for xgrammar accept the same values as before."""
 
 import json
 

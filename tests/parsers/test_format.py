@@ -1,4 +1,4 @@
-"""Tests of declarations: invalid parts are refused when they are created."""
+"""Tests that a format refuses invalid parts when they are created."""
 
 import pytest
 from nereid_parsers import STRICT, FormatError, get_format

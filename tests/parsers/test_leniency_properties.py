@@ -1,6 +1,7 @@
-"""Tests with random text: the leniency rules do not depend on the pieces and change no prose.
+"""Tests with random text: the rules of leniency do not depend on pieces and change no prose.
 
-The texts consist of the unusual spellings in test_leniency.py, of their parts, and of prose.
+The texts arrive in pieces. They consist of the unusual spellings in test_leniency.py, of parts of
+these spellings, and of prose.
 """
 
 import pytest
@@ -28,7 +29,7 @@ FORMATS = all_formats()
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), prompt=PROMPTS)
 def test_the_pieces_of_a_lenient_text_do_not_matter(names, call, data, prompt):
-    """A call is damaged: a part of it is removed, repeated or replaced by white space."""
+    """A part of the call is removed, repeated or replaced. The text is cut at random places."""
     fmt = get_format(**names)
     start = data.draw(st.integers(0, len(call)))
     end = data.draw(st.integers(start, min(len(call), start + 12)))

@@ -34,73 +34,73 @@ def strict(request):
     ("prompt", "reasoning", "content"),
     [(THINKING, "some text", None), (ANSWERING, None, "some text"), ("x", None, "some text")],
 )
-def test_a_without_a_closing_marker_all_text_belongs_to_the_stage_of_the_prompt(
+def test_strict_without_a_closing_marker_all_text_belongs_to_the_stage_of_the_prompt(
     strict, prompt, reasoning, content
 ):
     message = strict("some text", prompt)
     assert (message.reasoning, message.content) == (reasoning, content)
 
 
-def test_a_a_call_inside_unclosed_reasoning_is_reasoning(strict):
+def test_strict_a_call_inside_unclosed_reasoning_is_reasoning(strict):
     message = strict("hm " + CALL)
     assert message.reasoning == "hm " + CALL
     assert message.tool_calls == []
 
 
-def test_b_only_the_first_closing_marker_is_markup(strict):
+def test_strict_only_the_first_closing_marker_is_markup(strict):
     message = strict("one</think>two</think>three")
     assert (message.reasoning, message.content) == ("one", "two</think>three")
 
 
 @pytest.mark.parametrize("fmt", [V31, R1], ids=["model opens", "prompt opens"])
-def test_b_without_a_prompt_the_text_before_a_lone_closing_marker_is_reasoning(strict, fmt):
+def test_strict_without_a_prompt_the_text_before_a_lone_closing_marker_is_reasoning(strict, fmt):
     message = strict("one</think>two", None, fmt)
     assert (message.reasoning, message.content) == ("one", "two")
 
 
-def test_b_without_a_prompt_or_a_marker_the_stage_of_the_format_applies(strict):
+def test_strict_without_a_prompt_or_a_marker_the_stage_of_the_format_applies(strict):
     assert strict("plain", None, V31).content == "plain"
     assert strict("plain", None, R1).reasoning == "plain"
 
 
-def test_b_without_a_prompt_calls_are_recognised(strict):
+def test_strict_without_a_prompt_calls_are_recognised(strict):
     assert calls(strict(CALL, None)) == [("f", {"a": "x"})]
 
 
-def test_c_after_text_between_reasoning_and_the_first_call_everything_is_content(strict):
+def test_strict_after_text_between_reasoning_and_the_first_call_everything_is_content(strict):
     message = strict("hm</think>Well, " + CALL)
     assert message.reasoning == "hm"
     assert message.content == "Well, " + CALL
     assert message.tool_calls == []
 
 
-def test_d_white_space_between_reasoning_and_the_first_call_is_dropped(strict):
+def test_strict_white_space_between_reasoning_and_the_first_call_is_dropped(strict):
     message = strict("hm</think>\n \n" + CALL)
     assert (message.reasoning, message.content) == ("hm", None)
     assert calls(message) == [("f", {"a": "x"})]
 
 
 @pytest.mark.parametrize("between", ["oops", " oops ", "\noops\n"])
-def test_e_text_after_a_call_ends_the_calls(strict, between):
+def test_strict_text_after_a_call_ends_the_calls(strict, between):
     message = strict("hm</think>" + SECTION.format(call() + between + call("g", "{}")))
     assert calls(message) == [("f", {"a": "x"})]
     assert message.content.strip().startswith("oops")
     assert message.content.strip().endswith(call("g", "{}") + "<｜tool▁calls▁end｜>")
 
 
-def test_e_text_between_sections_ends_the_calls(strict):
+def test_strict_text_between_sections_ends_the_calls(strict):
     message = strict("</think>" + CALL + "so" + CALL)
     assert calls(message) == [("f", {"a": "x"})]
     assert message.content == "so" + CALL
 
 
-def test_g_without_thinking_text_before_the_first_call_means_content_only(strict):
+def test_strict_without_thinking_text_before_the_first_call_means_content_only(strict):
     message = strict("Well, " + CALL, ANSWERING)
     assert message.content == "Well, " + CALL
     assert message.tool_calls == []
 
 
-def test_g_without_thinking_calls_alone_are_calls(strict):
+def test_strict_without_thinking_calls_alone_are_calls(strict):
     message = strict(CALL, ANSWERING)
     assert (message.content, calls(message)) == (None, [("f", {"a": "x"})])
 
@@ -113,7 +113,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("arguments", BROKEN.values(), ids=BROKEN)
-def test_f_broken_arguments_are_repaired_and_other_calls_are_unchanged(strict, arguments):
+def test_strict_broken_arguments_are_repaired_and_other_calls_are_unchanged(strict, arguments):
     message = strict("</think>" + SECTION.format(call("f", arguments) + call("g", '{"b": 2}')))
     assert [name for name, _ in calls(message)] == ["f", "g"]
     assert calls(message)[0][1]["a"].startswith("x")
@@ -121,7 +121,7 @@ def test_f_broken_arguments_are_repaired_and_other_calls_are_unchanged(strict, a
 
 
 @pytest.mark.parametrize("arguments", ["no json", "{a: b: c}", "[1, 2]"])
-def test_f_a_call_whose_arguments_cannot_be_repaired_is_discarded(strict, arguments, caplog):
+def test_strict_a_call_whose_arguments_cannot_be_repaired_is_discarded(strict, arguments, caplog):
     with caplog.at_level(logging.WARNING):
         message = strict("</think>" + SECTION.format(call("f", arguments) + call("g", '{"b": 2}')))
     assert [name for name, _ in calls(message)][-1:] == ["g"]
@@ -130,7 +130,7 @@ def test_f_a_call_whose_arguments_cannot_be_repaired_is_discarded(strict, argume
         assert message.tool_calls[0].id
 
 
-def test_f_arguments_that_cannot_be_repaired_are_returned_unchanged_by_policy(strict):
+def test_strict_arguments_that_cannot_be_repaired_are_returned_unchanged_by_policy(strict):
     raw = Policy(TextRule.CALLS_FIRST, broken_arguments=BrokenArguments.REPAIR_OR_RAW)
     text = "</think>" + SECTION.format(call("f", "no json") + call("g", '{"b": 2}'))
     message = strict(text, policy=raw)

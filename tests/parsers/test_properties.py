@@ -1,4 +1,4 @@
-"""Tests with random text: no exception, no lost text, and no influence of the pieces.
+"""Tests with random text: no exception, no lost text, and the same result for all pieces.
 
 The environment variable NEREID_EXAMPLES sets the number of texts for each format.
 """
@@ -56,13 +56,14 @@ def kept_text(spans, kind):
 def without_blanks(text):
     """Return `text` without white space.
 
-    Content may repeat the white space before a tool call, and line breaks separate reasoning.
+    Content may repeat the white space before a tool call, and line breaks separate the blocks of
+    reasoning.
     """
     return "".join(text.split())
 
 
 def check(fmt, text, cuts, kwargs):
-    """Assert that the pieces do not matter, and that the trace contains the whole text."""
+    """Assert that the message does not depend on `cuts`, and that the trace contains all text."""
     whole = fold(stream_at(fmt, text, [], **kwargs))
     spans = []
     events = stream_at(
@@ -132,7 +133,7 @@ def test_repaired_arguments_are_always_json_objects(fmt):
 def test_plain_prose_is_returned_unchanged_as_content(fmt):
     text = "Well: 3 < 5, and so on.\n\n  Indented, \"quoted\" & 'single'.\n"
     message = fold(stream_at(fmt, text, range(1, len(text)), tools=TOOLS, prompt="x"))
-    if message.reasoning is None:  # With this opener, the whole text is reasoning.
+    if message.reasoning is None:  # Some formats return the whole text as reasoning.
         assert message.content == text
     else:
         assert (message.reasoning, message.content) == (text, None)

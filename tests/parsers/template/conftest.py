@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Return a function that writes the files of a checkpoint and returns its folder."""
+    """A function that writes the files of a checkpoint and returns its folder."""
 
     def write(config=None, **files):
         if config is not None:

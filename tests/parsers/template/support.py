@@ -75,14 +75,17 @@ class Renderer:
         self._template = env.from_string(text)
 
     def render(self, messages, tools=None, prompt=False, **kwargs):
-        """Return the rendered conversation."""
+        """Return the text of the conversation."""
         return self._template.render(
             messages=messages, tools=tools, add_generation_prompt=prompt,
             bos_token="", eos_token="</s>", **kwargs,
         )  # fmt: skip
 
     def written(self, message, tools=None, **kwargs):
-        """Return the text of a message after its prompt; None if the text does not follow it."""
+        """Return the prompt and the rendered message after the prompt.
+
+        Return None if the rendered conversation does not start with the prompt.
+        """
         user = [{"role": "user", "content": USER}]
         prompt = self.render(user, tools, prompt=True, **kwargs)
         whole = self.render([*user, message], tools, **kwargs)

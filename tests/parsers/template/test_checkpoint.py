@@ -1,4 +1,4 @@
-"""The format of a checkpoint is chosen from the names and from the files."""
+"""Tests that the format of a checkpoint is chosen from names or from the checkpoint's files."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The chat template is read from the files of a checkpoint."""
+"""Tests that the chat template is read from the files of a checkpoint."""
 
 import json
 

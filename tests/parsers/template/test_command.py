@@ -1,4 +1,4 @@
-"""The command that shows an analysis."""
+"""Tests of the command that shows the analysis of a chat template."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def test_the_option_json_prints_the_report_as_json(capsys):
 
 
 class Page(HTMLParser):
-    """Records the files that a page loads, and the elements that are not closed."""
+    """Records the files that an HTML page loads, and the elements that are not closed."""
 
     def __init__(self):
         super().__init__()

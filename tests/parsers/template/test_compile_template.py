@@ -1,4 +1,4 @@
-"""Templates are rendered as transformers renders them."""
+"""Tests that chat templates are rendered as transformers renders them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Real templates, if the conformance cases are installed beside the repository."""
+"""Tests with real chat templates. They run if the conformance cases are installed."""
 
 import json
 import time
@@ -19,14 +19,14 @@ FLOOR = 0.98
 
 @pytest.fixture(scope="module")
 def templates():
-    """Return the sources of all templates by name."""
+    """The text of each template, by name."""
     paths = sorted((CASES / "templates").glob("*.jinja"))
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 @pytest.fixture(scope="module")
 def timed_analyses(templates):
-    """Return the analysis of each template, and the seconds that the analysis took."""
+    """The analysis of each template, and the seconds that the analysis took."""
     return {name: timed_analysis(text) for name, text in templates.items()}
 
 
@@ -77,5 +77,5 @@ def test_rendered_messages_are_parsed_correctly(timed_analyses, size):
 def test_an_analysis_takes_less_than_half_of_its_time_limit(templates, timed_analyses):
     limit = ANALYSIS_LIMITS.seconds / 2
     slow = [name for name, (_, seconds) in timed_analyses.items() if seconds > limit]
-    # A second measurement excludes a slow start.
+    # Slow analyses are measured again, because the first measurement may include a slow start.
     assert [name for name in slow if timed_analysis(templates[name])[1] > limit] == []

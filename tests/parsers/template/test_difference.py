@@ -1,4 +1,4 @@
-"""Differences between texts never cut a marker in two."""
+"""Tests that comparisons of texts never cut a marker in two."""
 
 import pytest
 from nereid_parsers.template.difference import (

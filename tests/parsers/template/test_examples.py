@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the template analysis."""
+"""Tests of the examples in the docstrings of the template analysis."""
 
 import doctest
 import importlib

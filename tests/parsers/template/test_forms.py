@@ -1,4 +1,7 @@
-"""The small templates of tests/data/templates. forms.json declares the form of each template."""
+"""Tests of the analysis with the small templates of tests/data/templates.
+
+The file forms.json declares the form of each template.
+"""
 
 import json
 import time
@@ -216,7 +219,8 @@ def test_escapes_in_a_tagged_value_are_decoded(name, key, written, value, size):
     text = f'<call name="save"><arg name="{key}">{written}</arg></call>'
     got = streamed(analysis_of(name).format, Written("", text), size)
     assert [json.loads(call.arguments) for call in got.tool_calls] == [{key: value}]
-    assert got.tool_calls[0].arguments.encode()  # Half of a surrogate pair stays an escape.
+    # Half of a surrogate pair stays an escape, because UTF-8 cannot encode it.
+    assert got.tool_calls[0].arguments.encode()
 
 
 @pytest.mark.parametrize(
@@ -406,7 +410,8 @@ def test_calls_of_an_unknown_form_give_a_format_without_calls():
 
 def test_an_analysis_takes_less_than_a_quarter_of_its_time_limit():
     durations_s = []
-    for _ in range(3):  # one of them may be slow, because another process used the caches
+    # One of three analyses may be slow if another process uses the caches of the processor.
+    for _ in range(3):
         started = time.thread_time()
         analyze_template(source("tagged_with_types"))
         durations_s.append(time.thread_time() - started)

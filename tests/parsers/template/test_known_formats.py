@@ -1,4 +1,7 @@
-"""What the analysis takes from the registry, because the template does not show it."""
+"""Tests of the parts of a format that the analysis takes from the registry of formats.
+
+A chat template does not show these parts.
+"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Templates are untrusted: those that exceed a limit are rejected in time."""
+"""Tests that untrusted templates that exceed a limit are rejected in time."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The markup of a list is inferred from the texts around two items."""
+"""Tests that the markup of a list is inferred from the texts around two items."""
 
 from nereid_parsers.template.list_markup import list_markup
 

@@ -1,4 +1,4 @@
-"""The requests of a server are rendered as transformers renders them, within limits."""
+"""Tests that requests are rendered as transformers renders them, within limits."""
 
 import threading
 import time

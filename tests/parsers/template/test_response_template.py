@@ -1,4 +1,4 @@
-"""A `response_template` is converted into a Format."""
+"""Tests that a `response_template` of transformers is converted into a `Format`."""
 
 import json
 

@@ -1,9 +1,9 @@
-"""The sentences that state what an analysis could not infer."""
+"""Tests of the sentences that state what an analysis could not infer."""
 
 import pytest
 from nereid_parsers import analyze_template, parse
 
-# A template with `PLACE` after the header of each message. It declares the tools first.
+# A template that declares the tools first and has `PLACE` after the header of each message.
 MESSAGES = (
     "{%- for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{%- for m in messages %}{{ '<|' + m.role + '|>' }}PLACE{{ m.content }}"

@@ -3,12 +3,11 @@
     python -m loadtest.bench.bench_attention --batch 1 16 --contexts 545 8192 --threads 1 2
     python -m loadtest.bench.bench_attention --texts 32 128 512 2048
 
-The first command measures decodes.
-
-For float32 and bfloat16, the table shows the milliseconds of one layer, the rate at which the
-kernel reads keys and values, and the share of the machine's memory bandwidth that this rate
-reaches. The bandwidth is measured in the same run. The last columns show the time of a cache of
-8-bit integers for a model of that dtype, and how many times faster that cache is.
+The first command measures decode steps with float32 and bfloat16. The table shows the milliseconds
+of one layer, the rate at which the kernel reads keys and values, and the share of the machine's
+memory bandwidth that this rate reaches. The bandwidth is measured in the same run. The last columns
+show the time of a cache of 8-bit integers for a model of that dtype, and how many times faster that
+cache is.
 
 The second command measures the attention of packed texts, as an embedding model computes it. The
 table compares the kernel for the best instruction set of this processor with torch's fused
@@ -17,9 +16,11 @@ attention, and with the kernel for AVX-512 BF16 if the processor supports a bett
 
 import argparse
 import itertools
+import math
 import statistics
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
@@ -33,12 +34,15 @@ from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.paths.step_batch import BatchBuilder
+from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 from torch.nn import functional
 
 from loadtest import command_line
+from loadtest.bench.markdown_table import print_table
+from loadtest.bench.timing import call_times
 
-BLOCK = 16
+BLOCK_SIZE = 16
+DTYPES = (torch.float32, torch.bfloat16)
 # The number of tokens of all texts together.
 NUM_TEXT_TOKENS = 4096
 # The instruction set with which the kernel of the best instruction set is compared.
@@ -49,91 +53,47 @@ OTHER_INSTRUCTION_SET = "avx512_bf16"
 FAR_BYTES = 2**26
 
 
-def seconds(function: Callable[[], object], repeat: int) -> float:
-    """Return the median wall time of a call in seconds, after one call that is not measured."""
-    function()
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+@dataclass(frozen=True)
+class DecodeShape:
+    """The sizes of a decode step.
 
-
-def read_rate(repeat: int) -> float:
-    """Sum 512 MiB of numbers with all threads, and return the rate of reading in bytes/s."""
-    data = torch.ones(2**27)
-    return data.numel() * 4 / seconds(data.sum, repeat)
-
-
-def decode_call(
-    cache_type: type[KVCache],
-    args: argparse.Namespace,
-    num_seqs: int,
-    context: int,
-    dtype: torch.dtype,
-) -> tuple[Callable[[], object], int]:
-    """Return a function that runs a decode step over a random cache, and the number of layers.
-
-    There are so many layers that their keys and values exceed the processor's cache. Each layer
-    must then read its keys and values from memory, as in a real model.
+    Attributes:
+        layer: the sizes of each attention layer.
+        num_seqs: the number of sequences.
+        context: the tokens of each sequence.
+        dtype: the dtype of the model.
     """
-    spec = LayerSpec(args.heads, args.kv_heads, args.dim, args.dim)
-    width = -(-context // BLOCK)
-    size = spec.bytes_per_token(1) * num_seqs * context
-    num_layers = -(-FAR_BYTES // size)
-    device = torch.device("cpu")
-    cache = cache_type(
-        [spec] * num_layers,
-        num_blocks=num_seqs * width,
-        block_size=BLOCK,
-        dtype=dtype,
-        device=device,
-    )
-    for tensor in cache.tensors():
-        if tensor.dtype == torch.int8:
-            tensor.random_(-127, 128)
-        else:
-            tensor.normal_()
-    builder = BatchBuilder(
-        max_num_seqs=num_seqs,
-        max_model_len=context,
-        block_size=BLOCK,
-        null_block=cache.null_block,
-    )
-    blocks = torch.randperm(num_seqs * width).tolist()
-    chunks = []
-    for row in range(num_seqs):
-        sequence = Sequence(str(row), [1] * context, SamplingParams(), max_total_tokens=context + 1)
-        sequence.row, sequence.block_table = row, blocks[row * width : (row + 1) * width]
-        chunks.append(Chunk(sequence, context - 1, 1, True, True, 1))
-    batch = builder.build(StepPlan(chunks, num_seqs), device)
-    query = torch.randn(1, args.heads, num_seqs, args.dim).to(dtype)
-    key = torch.randn(1, args.kv_heads, num_seqs, args.dim).to(dtype)
-    module = torch.nn.Module()
 
-    def step() -> None:
-        forward = PagedForward(cache, batch.attention)
-        for _ in range(num_layers):
-            forward(module, query, key, key)
+    layer: LayerSpec
+    num_seqs: int
+    context: int
+    dtype: torch.dtype
 
-    return step, num_layers
+    @property
+    def blocks_per_sequence(self) -> int:
+        """The number of KV cache blocks of each sequence."""
+        return math.ceil(self.context / BLOCK_SIZE)
 
-
-def layer_seconds(
-    cache_type: type[KVCache],
-    args: argparse.Namespace,
-    num_seqs: int,
-    context: int,
-    dtype: torch.dtype,
-) -> float:
-    """Return the median wall time of one layer of a decode step, in seconds."""
-    step, num_layers = decode_call(cache_type, args, num_seqs, context, dtype)
-    return seconds(step, args.repeat) / num_layers
+    def cache_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of all keys and values of one layer."""
+        return self.layer.bytes_per_token(item_bytes) * self.num_seqs * self.context
 
 
 def main() -> None:
-    """Measure all combinations of the arguments, and print one table for each number of threads."""
+    """Print the tables that the command line selects, for each number of threads."""
+    args = arguments().parse_args()
+    torch.manual_seed(0)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        if args.texts:
+            print_text_table(args)
+        else:
+            print_decode_table(args)
+        print()
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = command_line.parser(__doc__)
     add = parser.add_argument
     add("--batch", type=int, nargs="+", default=[1, 16], help="numbers of sequences")
@@ -144,45 +104,124 @@ def main() -> None:
     add("--threads", type=int, nargs="+", default=[2], help="numbers of threads")
     add("--texts", type=int, nargs="+", default=[], help="measure texts of these lengths instead")
     add("--repeat", type=int, default=7, help="number of measurements, of which the median counts")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    for threads in args.threads:
-        torch.set_num_threads(threads)
-        if args.texts:
-            print_text_table(args)
-            continue
-        rate = read_rate(args.repeat)
-        print(f"{threads} threads read memory at {rate / 1e9:.0f} GB/s.")
-        print(
-            f"The layer has {args.heads} query heads and {args.kv_heads} key-value heads of "
-            f"dimension {args.dim}. A block has {BLOCK} tokens.\n"
-        )
-        print(
-            "| sequences | context | dtype | kernel ms | GB/s | share of bandwidth "
-            "| reference ms | reference / kernel | int8 ms | kernel / int8 |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|---|")
-        for num_seqs, context in itertools.product(args.batch, args.contexts):
-            for dtype in (torch.float32, torch.bfloat16):
-                print(row(args, num_seqs, context, dtype, rate), flush=True)
-        print()
+    return parser
 
 
-def row(
-    args: argparse.Namespace, num_seqs: int, context: int, dtype: torch.dtype, rate: float
-) -> str:
-    """Measure one shape, and return its row of the table."""
-    shape = (args, num_seqs, context, dtype)
-    size = 2 * num_seqs * context * args.kv_heads * args.dim * dtype.itemsize
-    ours, integers, reference = (
-        layer_seconds(kind, *shape) for kind in (CpuKVCache, CpuInt8KVCache, KVCache)
+def median_seconds(work: Callable[[], object], repeat: int) -> float:
+    """Return the median wall time of a call in seconds, after one call that is not measured."""
+    work()
+    return statistics.median(call_times(work, repeat))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def print_decode_table(args: argparse.Namespace) -> None:
+    """Measure decode steps of all shapes, and print a table."""
+    values = torch.ones(2**27)
+    bandwidth = values.nbytes / median_seconds(values.sum, args.repeat)
+    print(f"{torch.get_num_threads()} threads read memory at {bandwidth / 1e9:.0f} GB/s.")
+    print(
+        f"The layer has {args.heads} query heads and {args.kv_heads} key-value heads of "
+        f"dimension {args.dim}. A block has {BLOCK_SIZE} tokens.\n"
     )
-    return (
-        f"| {num_seqs} | {context} | {str(dtype).removeprefix('torch.')} | {ours * 1e3:.3f} "
-        f"| {size / ours / 1e9:.0f} | {size / ours / rate:.0%} "
-        f"| {reference * 1e3:.2f} | {reference / ours:.1f} "
-        f"| {integers * 1e3:.3f} | {ours / integers:.2f} |"
+    layer = LayerSpec(args.heads, args.kv_heads, args.dim, args.dim)
+    shapes = itertools.starmap(
+        partial(DecodeShape, layer), itertools.product(args.batch, args.contexts, DTYPES)
     )
+    head = ["sequences", "context", "dtype", "kernel ms", "GB/s", "share of bandwidth"]
+    head += ["reference ms", "reference / kernel", "int8 ms", "kernel / int8"]
+    print_table(head, (decode_row(shape, bandwidth, args.repeat) for shape in shapes))
+
+
+def decode_row(shape: DecodeShape, bandwidth: float, repeat: int) -> list[str]:
+    """Measure a layer with three caches, and return its row of the table.
+
+    `bandwidth` is the memory bandwidth in bytes/s.
+    """
+    kernel, int8, reference = (
+        layer_seconds(cache_type, shape, repeat)
+        for cache_type in (CpuKVCache, CpuInt8KVCache, KVCache)
+    )
+    read_rate = shape.cache_bytes(shape.dtype.itemsize) / kernel
+    return [
+        str(shape.num_seqs),
+        str(shape.context),
+        name_of(shape.dtype),
+        f"{kernel * 1e3:.3f}",
+        f"{read_rate / 1e9:.0f}",
+        f"{read_rate / bandwidth:.0%}",
+        f"{reference * 1e3:.2f}",
+        f"{reference / kernel:.1f}",
+        f"{int8 * 1e3:.3f}",
+        f"{kernel / int8:.2f}",
+    ]
+
+
+def layer_seconds(cache_type: type[KVCache], shape: DecodeShape, repeat: int) -> float:
+    """Return the median wall time of one layer of a decode step, in seconds.
+
+    There are so many layers that their keys and values exceed the processor's cache. Each layer
+    must then read its keys and values from memory, as in a real model.
+    """
+    num_layers = math.ceil(FAR_BYTES / shape.cache_bytes(item_bytes=1))
+    cache = random_cache(cache_type, shape, num_layers)
+    attention = decode_batch(shape, cache.null_block).attention
+    layer = shape.layer
+    query = torch.randn(1, layer.num_heads, shape.num_seqs, layer.key_dim).to(shape.dtype)
+    key = torch.randn(1, layer.num_kv_heads, shape.num_seqs, layer.key_dim).to(shape.dtype)
+    module = torch.nn.Module()
+
+    def step() -> None:
+        forward = PagedForward(cache, attention)
+        for _ in range(num_layers):
+            forward(module, query, key, key)
+
+    return median_seconds(step, repeat) / num_layers
+
+
+def random_cache(cache_type: type[KVCache], shape: DecodeShape, num_layers: int) -> KVCache:
+    """Return a KV cache with random keys and values."""
+    cache = cache_type(
+        [shape.layer] * num_layers,
+        num_blocks=shape.num_seqs * shape.blocks_per_sequence,
+        block_size=BLOCK_SIZE,
+        dtype=shape.dtype,
+        device=torch.device("cpu"),
+    )
+    for tensor in cache.tensors():
+        if tensor.dtype == torch.int8:
+            tensor.random_(-127, 128)
+        else:
+            tensor.normal_()
+    return cache
+
+
+def decode_batch(shape: DecodeShape, null_block: int) -> StepBatch:
+    """Return the batch of a step that computes the last token of each sequence."""
+    builder = BatchBuilder(
+        max_num_seqs=shape.num_seqs,
+        max_model_len=shape.context,
+        block_size=BLOCK_SIZE,
+        null_block=null_block,
+    )
+    # The blocks of a sequence are in random places, as after many requests.
+    num_blocks = shape.blocks_per_sequence
+    blocks = torch.randperm(shape.num_seqs * num_blocks).tolist()
+    chunks = []
+    for row in range(shape.num_seqs):
+        token_ids = [1] * shape.context
+        limit = shape.context + 1
+        sequence = Sequence(str(row), token_ids, SamplingParams(), max_total_tokens=limit)
+        sequence.row = row
+        sequence.block_table = blocks[row * num_blocks : (row + 1) * num_blocks]
+        chunk = Chunk(
+            sequence, shape.context - 1, num_tokens=1, samples=True, is_first=True, num_logits=1
+        )
+        chunks.append(chunk)
+    return builder.build(StepPlan(chunks, num_tokens=shape.num_seqs), torch.device("cpu"))
 
 
 def print_text_table(args: argparse.Namespace) -> None:
@@ -192,46 +231,49 @@ def print_text_table(args: argparse.Namespace) -> None:
         f"{torch.get_num_threads()} threads, {args.heads} heads of dimension {args.dim}, "
         f"{NUM_TEXT_TOKENS} tokens in all texts, both directions\n"
     )
-    print(
-        f"| length of a text | dtype | {best} ms | {OTHER_INSTRUCTION_SET} ms | torch ms "
-        f"| {OTHER_INSTRUCTION_SET} / {best} | torch / {best} |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for length in args.texts:
-        for dtype in (torch.float32, torch.bfloat16):
-            print(text_row(args, length, dtype), flush=True)
-    print()
+    head = ["length of a text", "dtype", f"{best} ms", f"{OTHER_INSTRUCTION_SET} ms", "torch ms"]
+    head += [f"{OTHER_INSTRUCTION_SET} / {best}", f"torch / {best}"]
+    pairs = itertools.product(args.texts, DTYPES)
+    print_table(head, (text_row(length, dtype, args) for length, dtype in pairs))
 
 
-def text_row(args: argparse.Namespace, length: int, dtype: torch.dtype) -> str:
+def text_row(length: int, dtype: torch.dtype, args: argparse.Namespace) -> list[str]:
     """Measure texts of one length, and return their row of the table."""
-    num_texts = max(1, NUM_TEXT_TOKENS // length)
-    lens = [length] * num_texts
-    # The heads of a token are neighbours in memory, as after a linear layer.
-    packed = [
-        torch.randn(sum(lens), args.heads, args.dim).to(dtype).transpose(0, 1) for _ in range(3)
-    ]
-    query, key, value = packed
-    batched = [tensor.unflatten(1, (num_texts, length)).transpose(0, 1) for tensor in packed]
-    options = TextAttention(args.dim**-0.5, is_causal=False)
-    texts = native_texts(lens)
-
-    def kernel() -> object:
-        return attend_texts((query, key, value), texts, options)
-
-    def fused() -> object:
-        return functional.scaled_dot_product_attention(*batched, scale=options.scale)
-
-    ours = seconds(kernel, args.repeat)
-    by_torch = seconds(fused, args.repeat)
-    cells = ["–", f"{by_torch * 1e3:.2f}", "–", f"{by_torch / ours:.2f}"]
-    other_names = [each.name for each in supported_instruction_sets()[1:]]
-    if OTHER_INSTRUCTION_SET in other_names:
+    by_kernel, by_torch = text_functions(length, dtype, args)
+    kernel_s = median_seconds(by_kernel, args.repeat)
+    torch_s = median_seconds(by_torch, args.repeat)
+    other_ms = other_ratio = "–"
+    if OTHER_INSTRUCTION_SET in [each.name for each in supported_instruction_sets()[1:]]:
         with forced_instruction_set(OTHER_INSTRUCTION_SET):
-            other = seconds(kernel, args.repeat)
-        cells[0], cells[2] = f"{other * 1e3:.2f}", f"{other / ours:.2f}"
-    name = str(dtype).removeprefix("torch.")
-    return f"| {length} | {name} | {ours * 1e3:.2f} | {' | '.join(cells)} |"
+            other_s = median_seconds(by_kernel, args.repeat)
+        other_ms, other_ratio = f"{other_s * 1e3:.2f}", f"{other_s / kernel_s:.2f}"
+    times = [f"{kernel_s * 1e3:.2f}", other_ms, f"{torch_s * 1e3:.2f}"]
+    return [str(length), name_of(dtype), *times, other_ratio, f"{torch_s / kernel_s:.2f}"]
+
+
+def text_functions(
+    length: int, dtype: torch.dtype, args: argparse.Namespace
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return two functions that compute the attention of random texts of one length.
+
+    The first function calls the kernel, and the second function calls torch's fused attention.
+    """
+    num_texts = max(1, NUM_TEXT_TOKENS // length)
+    # The heads of a token are neighbours in memory, as after a linear layer.
+    query, key, value = (
+        torch.randn(num_texts * length, args.heads, args.dim).to(dtype).transpose(0, 1)
+        for _ in range(3)
+    )
+    options = TextAttention(args.dim**-0.5, is_causal=False)
+    texts = native_texts([length] * num_texts)
+    by_kernel = partial(attend_texts, (query, key, value), texts, options)
+    # torch requires [texts, heads, length, dim] instead of [heads, tokens, dim].
+    batched = (
+        tensor.unflatten(1, (num_texts, length)).transpose(0, 1)  # type: ignore[no-untyped-call]
+        for tensor in (query, key, value)
+    )
+    attention = functional.scaled_dot_product_attention
+    return by_kernel, partial(attention, *batched, scale=options.scale)  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ seconds, and the KV cache of a sequence grows with n. The last columns of the ta
 measurement with these laws, which are fitted to the shortest and to the longest prompt.
 """
 
+import argparse
 import random
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
@@ -26,10 +28,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
+from loadtest.bench.random_prompts import random_prompt
 
 _VOCAB_SIZE = 512
-_NUM_DECODES = 32
+_NUM_LATER_TOKENS = 32
+# The tokens for which the KV cache and the positions have space besides the prompt.
 _SPARE_TOKENS = 512
+# The names of the request with the long prompt, and of the request that generates tokens meanwhile.
+_LONG, _OTHER = "long", "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +61,30 @@ class Measurement:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all lengths, and print a table."""
+    args = arguments().parse_args(argv)
+    max_length = max(args.lengths)
+    measurements = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), args.layers, max_length)
+        engine = open_engine(folder, max_length, args.threads)
+        measure(engine, 1024)  # The first prompt loads code.
+        for length in sorted(args.lengths):
+            measurements.append(measure(engine, length))
+            print(measurements[-1], file=sys.stderr)
+        block_bytes = engine.info.kv_cache_bytes / (engine.info.num_blocks + 1)
+        engine.close()
+    print(report(measurements, block_bytes))
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = command_line.parser(__doc__)
     add = parser.add_argument
     lengths = [4096, 8192, 16384, 32768, 65536, 128000]
     add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the prompts")
     add("--layers", type=int, default=2, help="layers of the model")
     add("--threads", type=int, default=1, help="number of threads")
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), args.layers, max(args.lengths))
-        engine = open_engine(folder, max(args.lengths), args.threads)
-        measure(engine, 1024)  # warms up
-        found = []
-        for length in sorted(args.lengths):
-            found.append(measure(engine, length))
-            sys.stderr.write(f"{found[-1]}\n")
-        block_bytes = engine.info.kv_cache_bytes / (engine.info.num_blocks + 1)
-        engine.close()
-    sys.stdout.write(report(found, block_bytes) + "\n")
+    return parser
 
 
 def save_model(folder: Path, num_layers: int, max_length: int) -> None:
@@ -110,63 +122,95 @@ def open_engine(folder: str, max_length: int, num_threads: int) -> Engine:
 
 def measure(engine: Engine, length: int) -> Measurement:
     """Compute a prompt and some tokens after it, while another request generates tokens."""
-    rng = random.Random(length)
-    prompt = [rng.randrange(3, _VOCAB_SIZE) for _ in range(length)]
+    prompt = random_prompt(random.Random(length), _VOCAB_SIZE, length)
     other = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
-    engine.add_request("other", prompt[:16], other)
+    engine.add_request(_OTHER, prompt[:16], other)
     engine.step()
     blocks_before = engine.stats().kv_cache_blocks_used
-    params = SamplingParams(max_tokens=_NUM_DECODES, ignore_eos=True, temperature=0)
-    engine.add_request("long", prompt, params)
-    chunks: list[float] = []
-    num_missed = 0
-    names: set[str] = set()
-    while "long" not in names:
-        begin = time.process_time()
-        names = {update.request_id for update in engine.step()}
-        chunks.append(time.process_time() - begin)
-        num_missed += "other" not in names
+    params = SamplingParams(max_tokens=_NUM_LATER_TOKENS, ignore_eos=True, temperature=0)
+    engine.add_request(_LONG, prompt, params)
+    steps = prefill_steps(engine)
     num_blocks = engine.stats().kv_cache_blocks_used - blocks_before
-    engine.abort("other")
+    engine.abort(_OTHER)
     engine.step()
+    return Measurement(
+        num_tokens=length,
+        prefill_s=sum(step.seconds for step in steps),
+        chunk_s=max(step.seconds for step in steps),
+        decode_s=mean_step_s(engine),
+        num_blocks=num_blocks,
+        num_missed=sum(_OTHER not in step.answered for step in steps),
+    )
+
+
+class Step(NamedTuple):
+    """The CPU seconds of a step, and the names of the requests that got tokens in the step."""
+
+    seconds: float
+    answered: set[str]
+
+
+def prefill_steps(engine: Engine) -> list[Step]:
+    """Run the engine until the long prompt has its first token, and return the steps."""
+    steps: list[Step] = []
+    while not steps or _LONG not in steps[-1].answered:
+        begin = time.process_time()
+        updates = engine.step()
+        seconds = time.process_time() - begin
+        steps.append(Step(seconds, {update.request_id for update in updates}))
+    return steps
+
+
+def mean_step_s(engine: Engine) -> float:
+    """Run the engine until all requests have ended, and return the mean CPU seconds of a step."""
     begin = time.process_time()
     num_steps = 0
     while engine.has_work():
         engine.step()
         num_steps += 1
-    decode_s = (time.process_time() - begin) / num_steps
-    return Measurement(length, sum(chunks), max(chunks), decode_s, num_blocks, num_missed)
+    return (time.process_time() - begin) / num_steps
 
 
-def report(found: Sequence[Measurement], block_bytes: float) -> str:
-    """Return a table with the measurements and the predicted times."""
-    prefill = _fit([(one.num_tokens, one.prefill_s / one.num_tokens) for one in found])
-    decode = _fit([(one.num_tokens, one.decode_s) for one in found])
-    rows = []
-    for one in found:
-        n = one.num_tokens
-        rows.append(
-            [
-                f"{n:,}",
-                f"{n / one.prefill_s:,.0f}",
-                f"{one.chunk_s * 1000:.0f}",
-                str(one.num_missed),
-                f"{one.decode_s * 1000:.2f}",
-                f"{one.num_blocks * block_bytes / 2**20:.1f}",
-                f"{one.prefill_s / (n * (prefill[0] + prefill[1] * n)):.2f}",
-                f"{one.decode_s / (decode[0] + decode[1] * n):.2f}",
-            ]
-        )
-    names = ["prompt", "prefill tokens/s", "longest step, ms", "steps without the other request"]
-    names += ["ms per later token", "KV cache, MiB", "prefill / theory", "token / theory"]
-    return table(names, rows)
+def report(measurements: Sequence[Measurement], block_bytes: float) -> str:
+    """Return a table with the measurements and their ratios to the theory."""
+    prefill_law = Line.through_ends(
+        [(one.num_tokens, one.prefill_s / one.num_tokens) for one in measurements]
+    )
+    decode_law = Line.through_ends([(one.num_tokens, one.decode_s) for one in measurements])
+    rows = [
+        [
+            f"{one.num_tokens:,}",
+            f"{one.num_tokens / one.prefill_s:,.0f}",
+            f"{one.chunk_s * 1000:.0f}",
+            str(one.num_missed),
+            f"{one.decode_s * 1000:.2f}",
+            f"{one.num_blocks * block_bytes / 2**20:.1f}",
+            f"{one.prefill_s / (one.num_tokens * prefill_law.at(one.num_tokens)):.2f}",
+            f"{one.decode_s / decode_law.at(one.num_tokens):.2f}",
+        ]
+        for one in measurements
+    ]
+    head = ["prompt", "prefill tokens/s", "longest step, ms", "steps without the other request"]
+    head += ["ms per later token", "KV cache, MiB", "prefill / theory", "token / theory"]
+    return table(head, rows)
 
 
-def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return the intercept and the slope of the line through the first and the last point."""
-    (x0, y0), (x1, y1) = points[0], points[-1]
-    slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
-    return y0 - slope * x0, slope
+class Line(NamedTuple):
+    """The straight line `intercept + slope * x`."""
+
+    intercept: float
+    slope: float
+
+    @classmethod
+    def through_ends(cls, points: Sequence[tuple[int, float]]) -> "Line":
+        """Return the line through the first and the last point, or a flat line for one point."""
+        (x0, y0), (x1, y1) = points[0], points[-1]
+        slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
+        return cls(y0 - slope * x0, slope)
+
+    def at(self, x: float) -> float:
+        """Return the value of the line at `x`."""
+        return self.intercept + self.slope * x
 
 
 if __name__ == "__main__":

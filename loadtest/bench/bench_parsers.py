@@ -2,20 +2,23 @@
 
     python -m loadtest.bench.bench_parsers [--sizes 1000 16000 128000] [--chunks 1 4] [--runs 3]
 
-Each cell shows the best of several runs. A run parses one tool call whose arguments have the given
-number of characters. The text is fed in chunks of one character or of four, which is about the
-length of a token.
+Each cell shows the best of several runs. A run parses one tool call with an argument of the given
+number of characters, or a message with content or reasoning of this length. The parser gets the
+text in chunks of one character or of four, which is about the length of a token.
 """
-
-from __future__ import annotations
 
 import argparse
 import gc
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from nereid_parsers import Format, StreamParser, fold, get_format
+
+from loadtest import command_line
+from loadtest.bench.markdown_table import print_table
 
 TEXT = "The quick brown fox said 'no' and left: 7 < 9 & so on, at 5 o'clock. "
 TOOLS = [
@@ -31,53 +34,73 @@ TOOLS = [
     }
 ]
 
-# For each row of the table: the name of the format, and the text before and after the argument.
-BODIES: dict[str, tuple[str, str, str]] = {
-    "JSON object": (
+
+class Message(NamedTuple):
+    """A message with a long text, whose parsing is measured.
+
+    Attributes:
+        format_name: the name of the format.
+        before: the text before the long text.
+        after: the text after the long text.
+    """
+
+    format_name: str
+    before: str
+    after: str
+
+    def with_text(self, size: int) -> str:
+        """Return the message with a text of `size` characters."""
+        repeated = TEXT * (size // len(TEXT) + 1)
+        return self.before + repeated[:size] + self.after
+
+
+# Maps the label of each row of the table to its message.
+MESSAGES = {
+    "JSON object": Message(
         "hermes",
         '<tool_call>\n{"name": "write_file", "arguments": {"text": "',
         '"}}\n</tool_call>',
     ),
-    "JSON array": (
+    "JSON array": Message(
         "granite",
         '<|tool_call|>[{"name": "write_file", "arguments": {"text": "',
         '"}}]',
     ),
-    "bare JSON": ("llama3_json", '{"name": "write_file", "parameters": {"text": "', '"}}'),
-    "name, then JSON": (
+    "bare JSON": Message("llama3_json", '{"name": "write_file", "parameters": {"text": "', '"}}'),
+    "name, then JSON": Message(
         "deepseek_v31",
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>write_file<｜tool▁sep｜>{"text": "',
         '"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     ),
-    "tagged": (
+    "tagged": Message(
         "qwen3_coder",
         "<tool_call>\n<function=write_file>\n<parameter=text>\n",
         "\n</parameter>\n</function>\n</tool_call>",
     ),
-    "Python-style": ("pythonic", '[write_file(text="', '")]'),
-    "bare keys": (
+    "Python-style": Message("pythonic", '[write_file(text="', '")]'),
+    "bare keys": Message(
         "functiongemma",
         "<start_function_call>call:write_file{text:<escape>",
         "<escape>}<end_function_call>",
     ),
-    "nested elements": (
+    "nested elements": Message(
         "minimax_m3",
         ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="write_file">\n]<]minimax[>[<text>',
         "]<]minimax[>[</text>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     ),
-    "messages": (
+    "messages": Message(
         "gpt-oss",
         '<|channel|>commentary to=functions.write_file <|constrain|>json<|message|>{"text": "',
         '"}<|call|>',
     ),
-    "content": ("hermes", "", ""),
-    "reasoning": ("qwen3", "<think>\n", "\n</think>\n\n"),
+    "content": Message("hermes", "", ""),
+    "reasoning": Message("qwen3", "<think>\n", "\n</think>\n\n"),
 }
 
 
-def once(fmt: Format, text: str, chunk: int) -> float:
+def parsing_s(fmt: Format, text: str, chunk: int) -> float:
     """Return the CPU seconds of parsing `text` in chunks of `chunk` characters."""
-    pieces = [text[at : at + chunk] for at in range(0, len(text), chunk)]
+    pieces = [text[start : start + chunk] for start in range(0, len(text), chunk)]
     parser = StreamParser(fmt, tools=TOOLS)
     feed = parser.feed
     started = time.process_time()
@@ -87,12 +110,13 @@ def once(fmt: Format, text: str, chunk: int) -> float:
     return time.process_time() - started
 
 
-def best(run: Callable[[], float], runs: int) -> float:
-    """Return the shortest time of several runs, with the garbage collector disabled."""
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector, because its runs would be part of the measured time."""
     gc.collect()
     gc.disable()
     try:
-        return min(run() for _ in range(runs))
+        yield
     finally:
         gc.enable()
 
@@ -104,42 +128,55 @@ def check(fmt: Format, text: str, size: int) -> None:
     """
     parser = StreamParser(fmt, tools=TOOLS)
     message = fold([*parser.feed(text), *parser.finish()])
-    found = [message.content or "", message.reasoning or ""]
-    found += [call.arguments for call in message.tool_calls]
-    assert max(map(len, found)) + 1 >= size, (fmt.name, message)
+    parsed = [message.content or "", message.reasoning or ""]
+    parsed += [call.arguments for call in message.tool_calls]
+    # The parser removes a space at the end of reasoning.
+    assert max(map(len, parsed)) >= size - 1, (fmt.name, message)
+
+
+def character_us(message: Message, size: int, chunk: int, num_runs: int) -> float:
+    """Return the microseconds of parsing one character of a message, in the best of the runs.
+
+    Args:
+        message: the message.
+        size: the number of characters of the long text.
+        chunk: the number of characters that the parser gets at a time.
+        num_runs: the number of runs.
+    """
+    fmt = get_format(message.format_name)
+    text = message.with_text(size)
+    check(fmt, text, size)
+    with no_garbage_collection():
+        seconds = min(parsing_s(fmt, text, chunk) for _ in range(num_runs))
+    return seconds / len(text) * 1e6
+
+
+def row(label: str, args: argparse.Namespace) -> list[str]:
+    """Measure one message, and return its row of the table."""
+    cells, growth = [], []
+    for chunk in args.chunks:
+        costs = [character_us(MESSAGES[label], size, chunk, args.runs) for size in args.sizes]
+        cells += [f"{cost:.2f}" for cost in costs]
+        growth.append(f"{costs[-1] / costs[0]:.2f}")
+    return [label, *cells, *growth]
 
 
 def main() -> None:
-    """Measure all formats, and print a table."""
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = flags.add_argument
+    """Measure all messages, and print a table."""
+    parser = command_line.parser(__doc__)
+    add = parser.add_argument
     sizes = [1_000, 16_000, 128_000]
     add("--sizes", type=int, nargs="+", default=sizes, help="characters of the argument")
     add("--chunks", type=int, nargs="+", default=[1, 4], help="characters of each chunk")
     add("--runs", type=int, default=5, help="number of runs, of which the best one counts")
-    arguments = flags.parse_args()
+    args = parser.parse_args()
     print(
         f"Python {platform.python_version()}. Cells show microseconds per character, the best of "
-        f"{arguments.runs} runs. The columns `growth` divide the last size's time by the first's."
+        f"{args.runs} runs. The columns `growth` divide the last size's time by the first's."
     )
-    cells = [f"{chunk} ch, {size}" for chunk in arguments.chunks for size in arguments.sizes]
-    heads = [*cells, *(f"growth, {chunk} ch" for chunk in arguments.chunks)]
-    print("| format | " + " | ".join(heads) + " |")
-    print("|---" * (len(heads) + 1) + "|")
-    for label, (name, before, after) in BODIES.items():
-        fmt = get_format(name)
-        row: list[str] = []
-        growth: list[str] = []
-        for chunk in arguments.chunks:
-            costs = []
-            for size in arguments.sizes:
-                text = before + (TEXT * (size // len(TEXT) + 1))[:size] + after
-                check(fmt, text, size)
-                seconds = best(lambda f=fmt, t=text, c=chunk: once(f, t, c), arguments.runs)
-                costs.append(seconds / len(text) * 1e6)
-            row += [f"{cost:.2f}" for cost in costs]
-            growth.append(f"{costs[-1] / costs[0]:.2f}")
-        print(f"| {label} | " + " | ".join([*row, *growth]) + " |")
+    head = ["format", *(f"{chunk} ch, {size}" for chunk in args.chunks for size in args.sizes)]
+    head += [f"growth, {chunk} ch" for chunk in args.chunks]
+    print_table(head, (row(label, args) for label in MESSAGES))
 
 
 if __name__ == "__main__":

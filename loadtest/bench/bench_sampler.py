@@ -1,7 +1,6 @@
 """Measure the time of sampling in a step, by batch size, vocabulary size and sampling parameters.
 
-    python -m loadtest.bench.bench_sampler                      # one thread, float32 logits
-    python -m loadtest.bench.bench_sampler --device cuda --dtype bfloat16
+    python -m loadtest.bench.bench_sampler --batches 16 --vocabs 151936
 
 Each cell shows the median microseconds of --repeat steps and, in brackets, the ratio to greedy
 sampling in the same run. The cases take turns, so that other work on the machine affects the ratios
@@ -12,9 +11,12 @@ masks is not included, because the engine fills masks during the forward pass.
 """
 
 import argparse
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,78 +27,113 @@ from nereid_backend.sampling.sampler import Sampler
 from nereid_backend.sampling.token_masks import StepMasks
 
 from loadtest import command_line
+from loadtest.bench.markdown_table import print_table
 
-CASES: Mapping[str, Mapping[str, float]] = {
-    "greedy": {"temperature": 0.0},
-    "random": {},
-    "random, top_p 0.9": {"top_p": 0.9},
-    "flat, top_p 0.9": {"top_p": 0.9},
-    "random, top_k 50": {"top_k": 50},
-    "greedy, penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
-    "greedy, logprobs 20": {"temperature": 0.0, "logprobs": 20},
-    "greedy, masks": {"temperature": 0.0},
-    "random, masks": {},
+_NUM_WARM_UPS = 2
+
+
+class Case(NamedTuple):
+    """A kind of batch, whose requests all have the same sampling parameters.
+
+    Attributes:
+        params: the sampling parameters, with the names of `SamplingParams`.
+        has_masks: whether each request has a grammar mask.
+        has_peaks: whether a few tokens have most of the probability.
+    """
+
+    params: Mapping[str, float]
+    has_masks: bool = False
+    has_peaks: bool = True
+
+
+_GREEDY = {"temperature": 0.0}
+CASES = {
+    "greedy": Case(_GREEDY),
+    "random": Case({}),
+    "random, top_p 0.9": Case({"top_p": 0.9}),
+    "flat, top_p 0.9": Case({"top_p": 0.9}, has_peaks=False),
+    "random, top_k 50": Case({"top_k": 50}),
+    "greedy, penalties": Case({**_GREEDY, "repetition_penalty": 1.1, "presence_penalty": 0.5}),
+    "greedy, logprobs 20": Case({**_GREEDY, "logprobs": 20}),
+    "greedy, masks": Case(_GREEDY, has_masks=True),
+    "random, masks": Case({}, has_masks=True),
 }
 
 
-class Case:
-    """A batch of requests with the same sampling parameters."""
+class Batch:
+    """The requests of one case."""
 
-    def __init__(self, name: str, batch: int, vocab_size: int, text_len: int) -> None:
+    def __init__(self, case: Case, size: int, vocab_size: int, prompt_length: int) -> None:
         self._sampler = Sampler()
+        self._masks = StepMasks()
         rng = np.random.default_rng(0)
+        params = SamplingParams(**case.params)  # type: ignore[arg-type]
         self._requests = []
-        for row in range(batch):
-            prompt = rng.integers(0, vocab_size, text_len).tolist()
-            params = SamplingParams(**CASES[name])  # type: ignore[arg-type]
+        for row in range(size):
+            prompt = rng.integers(0, vocab_size, prompt_length).tolist()
             sequence = Sequence("r", prompt, params, max_total_tokens=10**9, seed=row)
             sequence.row = row
             self._requests.append(sequence)
-        self._masks = StepMasks()
-        if "masks" in name:
-            width = -(-vocab_size // 32)
-            words = rng.integers(-(2**31), 2**31, (batch, width)).astype(np.int32)
-            self._masks.by_position.update(enumerate(words))
+        if case.has_masks:
+            self._masks.by_position.update(enumerate(random_masks(rng, size, vocab_size)))
 
     @torch.inference_mode()
-    def step(self, logits: torch.Tensor) -> float:
-        """Sample and append one token for each request, and return the microseconds of sampling."""
-        # On a CPU, the clock is the CPU time of this thread, because other work on the machine
-        # affects CPU time less than wall time.
-        clock = time.perf_counter if logits.is_cuda else time.thread_time
-        if logits.is_cuda:
-            torch.cuda.synchronize()
-        started = clock()
+    def sample(self, logits: torch.Tensor) -> float:
+        """Sample and append one token for each request, and return the microseconds of sampling.
+
+        The clock is the CPU time of this thread, because other work on the machine affects CPU time
+        less than wall time.
+        """
         positions = [Position(sequence, []) for sequence in self._requests]
-        sampled_tokens = self._sampler.sample(logits, positions, self._masks)
-        spent = clock() - started
-        for sequence, token_id in zip(self._requests, sampled_tokens.token_ids, strict=True):
+        started = time.thread_time()
+        sampled = self._sampler.sample(logits, positions, self._masks)
+        spent_s = time.thread_time() - started
+        for sequence, token_id in zip(self._requests, sampled.token_ids, strict=True):
             sequence.token_ids.append(token_id)
-        return spent * 1e6
+        return spent_s * 1e6
 
 
-def _logits(batch: int, vocab_size: int, args: argparse.Namespace, seed: int) -> torch.Tensor:
-    """Return random logits, [batch, vocab_size]. They are peaked if `seed` is 0 or 1."""
+def random_masks(rng: np.random.Generator, size: int, vocab_size: int) -> "np.ndarray[Any, Any]":
+    """Return masks that allow half of the tokens, [size, words], with one bit for each token."""
+    num_words = math.ceil(vocab_size / 32)
+    return rng.integers(-(2**31), 2**31, (size, num_words)).astype(np.int32)
+
+
+def random_logits(batch_size: int, vocab_size: int, *, has_peaks: bool, seed: int) -> torch.Tensor:
+    """Return random logits, [batch_size, vocab_size]. Peaks are 20 likely tokens in each row."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(batch, vocab_size, generator=generator) * 2
-    if seed < 2:
-        peaks = torch.randint(vocab_size, (batch, 20), generator=generator)
-        height = 10 + 10 * torch.rand(batch, 20, generator=generator)
-        logits.scatter_(1, peaks, height)
-    return logits.to(args.device, args.dtype)
+    logits = torch.randn(batch_size, vocab_size, generator=generator) * 2
+    if has_peaks:
+        token_ids = torch.randint(vocab_size, (batch_size, 20), generator=generator)
+        heights = 10 + 10 * torch.rand(batch_size, 20, generator=generator)
+        logits.scatter_(1, token_ids, heights)
+    return logits
 
 
-def measure(batch: int, vocab_size: int, args: argparse.Namespace) -> dict[str, float]:
+def measure(batch_size: int, vocab_size: int, args: argparse.Namespace) -> dict[str, float]:
     """Return the median microseconds of a step for each case."""
-    variants = [_logits(batch, vocab_size, args, seed) for seed in range(4)]
-    cases = {name: Case(name, batch, vocab_size, args.text_len) for name in CASES}
-    spent: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(args.repeat + 2):
-        for name, case in cases.items():
-            time_us = case.step(variants[number % 2 + 2 * name.startswith("flat")])
-            if number >= 2:
-                spent[name].append(time_us)
-    return {name: statistics.median(times) for name, times in spent.items()}
+    # The logits change from step to step, as those of a model do.
+    logits = {
+        has_peaks: [
+            random_logits(batch_size, vocab_size, has_peaks=has_peaks, seed=seed) for seed in seeds
+        ]
+        for has_peaks, seeds in ((True, (0, 1)), (False, (2, 3)))
+    }
+    batches = {
+        name: Batch(case, batch_size, vocab_size, args.text_len) for name, case in CASES.items()
+    }
+    spent_us: dict[str, list[float]] = {name: [] for name in CASES}
+    for number in range(_NUM_WARM_UPS + args.repeat):
+        for name, batch in batches.items():
+            spent_us[name].append(batch.sample(logits[CASES[name].has_peaks][number % 2]))
+    return {name: statistics.median(times[_NUM_WARM_UPS:]) for name, times in spent_us.items()}
+
+
+def row(vocab_size: int, batch_size: int, args: argparse.Namespace) -> list[str]:
+    """Measure all cases, and return a row of the table."""
+    times = measure(batch_size, vocab_size, args)
+    cells = [f"{spent:.0f} ({spent / times['greedy']:.1f})" for spent in times.values()]
+    return [str(vocab_size), str(batch_size), *cells]
 
 
 def main() -> None:
@@ -109,27 +146,15 @@ def main() -> None:
     add("--text-len", type=int, default=512, help="tokens of each prompt")
     add("--threads", type=int, default=1, help="number of threads")
     add("--repeat", type=int, default=15, help="number of steps, of which the median counts")
-    add("--device", default="cpu", help="device of the logits: cpu or cuda")
-    add(
-        "--dtype",
-        default="float32",
-        type=lambda name: getattr(torch, name),
-        help="dtype of the logits, such as bfloat16",
-    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(
-        f"{args.device}, {args.dtype}, {args.threads} threads, prompts of {args.text_len} tokens. "
+        f"{args.threads} threads, prompts of {args.text_len} tokens. "
         "Cells show microseconds and, in brackets, the ratio to greedy sampling."
     )
-    print("| vocabulary | batch | " + " | ".join(CASES) + " |")
-    print("|---" * (len(CASES) + 2) + "|")
-    for vocab_size in args.vocabs:
-        for batch in args.batches:
-            times = measure(batch, vocab_size, args)
-            base = times["greedy"]
-            cells = [f"{us:.0f} ({us / base:.1f})" for us in times.values()]
-            print(f"| {vocab_size} | {batch} | " + " | ".join(cells) + " |", flush=True)
+    pairs = itertools.product(args.vocabs, args.batches)
+    rows = (row(vocab_size, batch_size, args) for vocab_size, batch_size in pairs)
+    print_table(["vocabulary", "batch", *CASES], rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ WINDOW = 256
 
 @torch.inference_mode()
 def log_probabilities(path: str, windows: Tensor, weight_dtype: str) -> Tensor:
-    """Return the log-probabilities of all tokens at each position, [windows * WINDOW, vocab_size].
+    """Return the log-probabilities of the next token, [windows, WINDOW, vocab_size].
 
     Args:
         path: the folder of the checkpoint.
@@ -38,7 +38,33 @@ def log_probabilities(path: str, windows: Tensor, weight_dtype: str) -> Tensor:
         quantise_linears(model, bits=int(weight_dtype.removeprefix("int")))
         pack_embedding(model, lambda: True, can_round=True)
     logits = [model(window[None]).logits[0].float() for window in windows]
-    return torch.cat(logits).log_softmax(-1)
+    return torch.stack(logits).log_softmax(-1)
+
+
+def read_windows(model: str, files: list[str], max_windows: int) -> Tensor:
+    """Return the tokens of text files, divided into windows, [windows, WINDOW]."""
+    text = "\n".join(Path(file).read_text(encoding="utf-8") for file in files)
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    num_windows = min(max_windows, len(ids) // WINDOW)
+    return ids[: num_windows * WINDOW].view(num_windows, WINDOW)
+
+
+def row(weight_dtype: str, rounded: Tensor, exact: Tensor, windows: Tensor) -> list[str]:
+    """Return the row of the table for one setting.
+
+    Args:
+        weight_dtype: the first cell.
+        rounded: the log-probabilities of the model with these weights.
+        exact: the log-probabilities of the float32 model.
+        windows: the token ids.
+    """
+    # Each position predicts the next token, so the last position of a window predicts no token.
+    predicted, targets = rounded[:, :-1].flatten(0, 1), windows[:, 1:].flatten()
+    perplexity = functional.nll_loss(predicted, targets).exp()
+    divergence = (exact.exp() * (exact - rounded)).sum(-1).mean()
+    agreement = (exact.argmax(-1) == rounded.argmax(-1)).float().mean()
+    return [weight_dtype, f"{perplexity:.3f}", f"{divergence:.5f}", f"{agreement:.1%}"]
 
 
 def main() -> None:
@@ -48,20 +74,12 @@ def main() -> None:
     parser.add_argument("--text", required=True, nargs="+", help="text files to read")
     parser.add_argument("--windows", type=int, default=16, help="number of windows of 256 tokens")
     args = parser.parse_args()
-    text = "\n".join(Path(name).read_text(encoding="utf-8") for name in args.text)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    ids = torch.tensor(tokenizer(text)["input_ids"][: args.windows * WINDOW])
-    windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
-    targets = windows[:, 1:].reshape(-1)
+    windows = read_windows(args.model, args.text, args.windows)
     exact = log_probabilities(args.model, windows, "float32")
-    rows = []
-    for weight_dtype in ("float32", "bfloat16", "int8", "int4"):
-        found = log_probabilities(args.model, windows, weight_dtype)
-        predicted = found.view(len(windows), WINDOW, -1)[:, :-1].flatten(0, 1)
-        perplexity = functional.nll_loss(predicted, targets).exp()
-        divergence = (exact.exp() * (exact - found)).sum(-1).mean()
-        agreement = (exact.argmax(-1) == found.argmax(-1)).float().mean()
-        rows.append([weight_dtype, f"{perplexity:.3f}", f"{divergence:.5f}", f"{agreement:.1%}"])
+    rows = [
+        row(dtype, log_probabilities(args.model, windows, dtype), exact, windows)
+        for dtype in ("float32", "bfloat16", "int8", "int4")
+    ]
     print(table(["weights", "perplexity", "divergence", "same token"], rows))
 
 

@@ -22,20 +22,30 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Sampled, StepResult
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
-from loadtest.simulators.scheduler_simulator import Cost, percentiles
+from loadtest.simulators.scheduler_simulator import (
+    ANSWER_TOKEN,
+    Cost,
+    percentiles,
+    random_tokens,
+    run_step,
+)
 
 POLICIES = ("lru", "sessions")
-_ANSWER_TOKEN = 1
 _SYSTEM_TOKENS = 2000
 _MAX_TOKENS = 16_000  # an agent ends its conversation at this length
 _BRANCH_SHARE = 0.1
+_BRANCH_TURNS = 2
+_BRANCH_DELAY_S = 1.0
+_SINGLE_OUTPUT_TOKENS = 60
+_HEAD = ("policy", "hit rate", "first token p50", "p90", "p99", "other requests p50", "p90",
+         "simulated s")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +100,43 @@ class Agent:
     def next_turn(self) -> Turn:
         """Add a tool result to the conversation, and return the next request."""
         self.turns_left -= 1
-        self.tokens = self.tokens + _random_tokens(self.rng, self.rng.randint(100, 1200))
+        num_result_tokens = self.rng.randint(100, 1200)
+        # A new list is made, because earlier turns and branches share the old list.
+        self.tokens = self.tokens + random_tokens(self.rng, num_result_tokens)
         return Turn(self.tokens, self.rng.randint(40, 200), self)
 
     def note_answer(self, num_tokens: int) -> None:
         """Add an answer to the conversation."""
-        self.tokens = self.tokens + [_ANSWER_TOKEN] * num_tokens
+        self.tokens = self.tokens + [ANSWER_TOKEN] * num_tokens
         if len(self.tokens) > _MAX_TOKENS:
             self.turns_left = 0
 
     def branch(self, number: int) -> "Agent":
         """Return an agent that continues the same conversation in another way."""
         name = f"{self.name}/{number}"
-        return Agent(name, random.Random(name), self.tokens, min(2, self.turns_left))
+        num_turns = min(_BRANCH_TURNS, self.turns_left)
+        return Agent(name, random.Random(name), self.tokens, num_turns)
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in the scheduler. `has_started` is set after the first token."""
+
+    turn: Turn
+    sent_s: float
+    has_started: bool = False
+
+
+@dataclass(order=True, slots=True)
+class Later:
+    """A request that will be sent later: the next turn of `agent`, or a single request if None.
+
+    The number determines the order of requests with the same time.
+    """
+
+    time_s: float
+    number: int
+    agent: Agent | None = field(compare=False)
 
 
 @dataclass(slots=True)
@@ -130,141 +164,139 @@ class Outcome:
 
     def row(self, policy: str) -> list[str]:
         """Return the row of the table for a policy."""
-        agents = [f"{value:.2f}" for value in percentiles(self.first_token_s)[:3]]
-        singles = [f"{value:.2f}" for value in percentiles(self.single_first_token_s)[:2]]
-        return [policy, f"{self.hit_rate:.1%}", *agents, *singles, f"{self.elapsed_s:.0f}"]
+        agents = percentiles(self.first_token_s)
+        singles = percentiles(self.single_first_token_s)
+        times = (agents.p50, agents.p90, agents.p99, singles.p50, singles.p90)
+        return [
+            policy,
+            f"{self.hit_rate:.1%}",
+            *(f"{time_s:.2f}" for time_s in times),
+            f"{self.elapsed_s:.0f}",
+        ]
 
 
 class Simulation:
     """One run of the traffic with one policy."""
 
-    def __init__(self, traffic: Traffic, policy: str, scheduler: Scheduler, cost: Cost) -> None:
-        """Create the agents.
+    def __init__(
+        self, traffic: Traffic, policy: str, num_blocks: int, block_size: int, cost: Cost
+    ) -> None:
+        """Create the agents and a scheduler.
 
         Args:
             traffic: the requests.
             policy: one of POLICIES.
-            scheduler: a scheduler without requests. The clock of its pool must be `time`.
+            num_blocks: the number of KV cache blocks.
+            block_size: the tokens of each KV cache block.
             cost: the cost model of a step.
         """
         self._traffic = traffic
         self._has_keys = policy == "sessions"
-        self._scheduler = scheduler
         self._cost = cost
-        self.now = 0.0
-        self.outcome = Outcome()
-        self._rng = random.Random(f"singles {traffic.seed}")
+        self._now_s = 0.0
+        self._scheduler = Scheduler(
+            BlockPool(num_blocks, clock=lambda: self._now_s),
+            block_size=block_size,
+            max_num_seqs=256,
+            max_num_batched_tokens=2048,
+        )
+        self._outcome = Outcome()
+        self._singles_rng = random.Random(f"singles {traffic.seed}")
         self._ids = itertools.count()
-        self._branches = itertools.count()
-        # The time, a number and the agent of each later request. If two times are equal, the number
-        # determines the order.
-        self._pending: list[tuple[float, int, Agent | None]] = []
-        self._running: dict[str, tuple[Turn, float, bool]] = {}
-        self._num_agents = 0
-        system = _random_tokens(random.Random("system"), _SYSTEM_TOKENS)
+        self._branch_numbers = itertools.count()
+        self._later: list[Later] = []  # a heap
+        self._running: dict[str, Running] = {}
+        self._num_agents = traffic.agents
+        system = random_tokens(random.Random("system"), _SYSTEM_TOKENS)
         for number in range(traffic.agents):
             rng = random.Random(f"agent {number} {traffic.seed}")
-            self._num_agents += 1
             agent = Agent(f"agent-{number}", rng, system, traffic.turns)
             self._send_later(agent, rng.uniform(0, traffic.pause_s))
-        self._send_later(None, self._rng.expovariate(traffic.singles_per_s))
+        self._send_single_later()
 
     def run(self) -> Outcome:
         """Run steps until all agents have ended, and return the results."""
-        scheduler = self._scheduler
         while self._num_agents:
-            if not scheduler.has_work():
-                self.now = max(self.now, self._pending[0][0])
-            while self._pending and self._pending[0][0] <= self.now:
-                self._send(heapq.heappop(self._pending)[2])
-            plan = scheduler.plan()
-            self.now += self._cost.of(plan)
-            answers = [Sampled([_ANSWER_TOKEN], [0.0]) for chunk in plan.chunks if chunk.samples]
-            for update in scheduler.commit(plan, StepResult(answers)):
-                is_end = update.finish_reason is not None
-                self._note(update.request_id, update.num_cached_tokens, is_end)
-        self.outcome.elapsed_s = self.now
-        return self.outcome
+            if not self._scheduler.has_work():  # an idle scheduler waits for the next request
+                self._now_s = max(self._now_s, self._later[0].time_s)
+            while self._later and self._later[0].time_s <= self._now_s:
+                self._send(heapq.heappop(self._later).agent)
+            step = run_step(self._scheduler)
+            self._now_s += self._cost.of(step.plan)
+            for update in step.updates:
+                self._note_token(update)
+        self._outcome.elapsed_s = self._now_s
+        return self._outcome
 
     def _send_later(self, agent: Agent | None, delay_s: float) -> None:
-        heapq.heappush(self._pending, (self.now + delay_s, next(self._ids), agent))
+        heapq.heappush(self._later, Later(self._now_s + delay_s, next(self._ids), agent))
+
+    def _send_single_later(self) -> None:
+        self._send_later(None, self._singles_rng.expovariate(self._traffic.singles_per_s))
 
     def _send(self, agent: Agent | None) -> None:
-        """Send the next turn of an agent, or a single request."""
-        key = ""
+        """Send the next turn of an agent, or a single request if `agent` is None."""
+        turn = self._single() if agent is None else agent.next_turn()
         if agent is None:
-            length = min(6000, 100 + int(self._rng.lognormvariate(7.0, 0.7)))
-            turn = Turn(_random_tokens(self._rng, length), 60)
-            self._send_later(None, self._rng.expovariate(self._traffic.singles_per_s))
-        else:
-            turn = agent.next_turn()
-            key = agent.name if self._has_keys else ""
+            self._send_single_later()
+        key = agent.name if agent is not None and self._has_keys else ""
         request_id = str(next(self._ids))
         params = SamplingParams(max_tokens=turn.output_tokens, prompt_cache_key=key)
         length = len(turn.prompt) + turn.output_tokens
-        self._running[request_id] = (turn, self.now, False)
+        self._running[request_id] = Running(turn, self._now_s)
         self._scheduler.add(Sequence(request_id, turn.prompt, params, max_total_tokens=length))
 
-    def _note(self, request_id: str, num_cached_tokens: int, is_end: bool) -> None:
+    def _single(self) -> Turn:
+        """Return a single request with a random prompt of about 1,200 tokens."""
+        length = min(6000, 100 + int(self._singles_rng.lognormvariate(mu=7.0, sigma=0.7)))
+        return Turn(random_tokens(self._singles_rng, length), _SINGLE_OUTPUT_TOKENS)
+
+    def _note_token(self, update: RequestUpdate) -> None:
         """Record a new token of a request, and let its agent continue after the last token."""
-        turn, sent, has_started = self._running[request_id]
-        agent = turn.agent
-        if not has_started:
-            self._running[request_id] = (turn, sent, True)
-            seconds = self.now - sent
-            if agent is None:
-                self.outcome.single_first_token_s.append(seconds)
-            elif agent.turns_left < self._traffic.turns - 1:
-                self.outcome.first_token_s.append(seconds)
-                self.outcome.num_prompt_tokens += len(turn.prompt)
-                self.outcome.num_cached_tokens += num_cached_tokens
-        if not is_end:
-            return
-        del self._running[request_id]
-        if agent is not None:
-            agent.note_answer(turn.output_tokens)
-            self._continue(agent)
+        running = self._running[update.request_id]
+        if not running.has_started:
+            running.has_started = True
+            self._note_first_token(running, update.num_cached_tokens)
+        if update.finish_reason is not None:
+            del self._running[update.request_id]
+            if running.turn.agent is not None:
+                running.turn.agent.note_answer(running.turn.output_tokens)
+                self._continue(running.turn.agent)
+
+    def _note_first_token(self, running: Running, num_cached_tokens: int) -> None:
+        agent, outcome = running.turn.agent, self._outcome
+        first_token_s = self._now_s - running.sent_s
+        if agent is None:
+            outcome.single_first_token_s.append(first_token_s)
+        elif agent.turns_left < self._traffic.turns - 1:  # this is not the agent's first turn
+            outcome.first_token_s.append(first_token_s)
+            outcome.num_prompt_tokens += len(running.turn.prompt)
+            outcome.num_cached_tokens += num_cached_tokens
 
     def _continue(self, agent: Agent) -> None:
-        """Plan the next turn of an agent after an answer."""
+        """Plan the next turn of an agent after an answer. Some agents also start a branch."""
         if not agent.turns_left:
             self._num_agents -= 1
             return
         self._send_later(agent, agent.rng.expovariate(1 / self._traffic.pause_s))
         if agent.rng.random() < _BRANCH_SHARE:
             self._num_agents += 1
-            self._send_later(agent.branch(next(self._branches)), 1.0)
+            self._send_later(agent.branch(next(self._branch_numbers)), _BRANCH_DELAY_S)
 
 
 def compare(traffic: Traffic, num_blocks: int, block_size: int, cost: Cost) -> dict[str, Outcome]:
     """Return the results of each policy for the same traffic."""
     return {
-        policy: _simulation(traffic, policy, num_blocks, block_size, cost).run()
+        policy: Simulation(traffic, policy, num_blocks, block_size, cost).run()
         for policy in POLICIES
     }
-
-
-def _simulation(
-    traffic: Traffic, policy: str, num_blocks: int, block_size: int, cost: Cost
-) -> Simulation:
-    """Return a simulation whose prefix cache uses the simulated time."""
-    clock: list[Simulation] = []
-    pool = BlockPool(num_blocks, clock=lambda: clock[0].now if clock else 0.0)
-    scheduler = Scheduler(
-        pool, block_size=block_size, max_num_seqs=256, max_num_batched_tokens=2048
-    )
-    clock.append(Simulation(traffic, policy, scheduler, cost))
-    return clock[0]
-
-
-def _random_tokens(rng: random.Random, count: int) -> list[int]:
-    return rng.choices(range(2, 50_000), k=count)
 
 
 def main(argv: abc.Sequence[str] | None = None) -> None:
     """Simulate the traffic of the command line with each policy, and print a table."""
     parser = command_line.parser(__doc__)
-    add, usual = parser.add_argument, Traffic()
+    add = parser.add_argument
+    usual = Traffic()
     add("--agents", type=int, default=usual.agents, help="number of agents")
     add("--turns", type=int, default=usual.turns, help="turns of each agent")
     add("--pause", type=float, default=usual.pause_s, help="mean pause between turns, in seconds")
@@ -275,10 +307,8 @@ def main(argv: abc.Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     traffic = Traffic(args.agents, args.turns, args.pause, args.singles, args.seed)
     outcomes = compare(traffic, args.num_blocks, args.block_size, Cost())
-    names = ["policy", "hit rate", "first token p50", "p90", "p99"]
-    others = ["other requests p50", "p90", "simulated s"]
     rows = [outcome.row(policy) for policy, outcome in outcomes.items()]
-    sys.stdout.write(table([*names, *others], rows) + "\n")
+    sys.stdout.write(table(_HEAD, rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,15 +12,23 @@ loadtest.simulators.scheduler_simulator describes the cost model of a node.
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
-from loadtest.simulators.scheduler_simulator import Arrival, Cost, Outcome, percentiles, simulate
+from loadtest.simulators.scheduler_simulator import (
+    Arrival,
+    Cost,
+    Outcome,
+    Percentiles,
+    percentiles,
+    simulate,
+)
 
 _TURNS = 6
 _TURN_TOKENS = 500
@@ -41,24 +49,28 @@ def conversations(rate: float, duration_s: float, num_nodes: int, seed: int = 0)
         seed: the seed of the random numbers.
     """
     rng = random.Random(seed)
-    arrivals, clock = [], 0.0
-    while clock < duration_s:
-        # The node gets a share of the turns of the conversations of all nodes.
-        clock += rng.expovariate(rate * num_nodes / _TURNS)
-        name = str(rng.random())
-        for turn in range(_TURNS):
-            if rng.randrange(num_nodes):
-                continue
-            length = _TURN_TOKENS * (turn + 1)
-            at_s = clock + turn * _PAUSE_S * rng.uniform(0.5, 1.5)
-            arrivals.append(
-                Arrival(at_s, length, _OUTPUT_TOKENS, prefix=name, prefix_tokens=length)
-            )
+    arrivals: list[Arrival] = []
+    start_s = 0.0
+    while start_s < duration_s:
+        # All nodes together get `rate * num_nodes` turns per second.
+        start_s += rng.expovariate(rate * num_nodes / _TURNS)
+        arrivals += _turns_on_one_node(rng, start_s, num_nodes)
     return arrivals
 
 
+def _turns_on_one_node(rng: random.Random, start_s: float, num_nodes: int) -> Iterator[Arrival]:
+    """Yield the turns of one conversation that random routing sends to one of the nodes."""
+    name = str(rng.random())
+    for turn in range(_TURNS):
+        if rng.randrange(num_nodes) != 0:  # another node gets this turn
+            continue
+        length = _TURN_TOKENS * (turn + 1)
+        arrival_s = start_s + turn * _PAUSE_S * rng.uniform(0.5, 1.5)
+        yield Arrival(arrival_s, length, _OUTPUT_TOKENS, prefix=name, prefix_tokens=length)
+
+
 def run_node(rate: float, duration_s: float, num_nodes: int) -> Outcome:
-    """Simulate one node."""
+    """Simulate one of `num_nodes` nodes."""
     scheduler = Scheduler(
         BlockPool(_NUM_BLOCKS),
         block_size=_BLOCK_SIZE,
@@ -68,30 +80,42 @@ def run_node(rate: float, duration_s: float, num_nodes: int) -> Outcome:
     return simulate(conversations(rate, duration_s, num_nodes), scheduler, Cost())
 
 
-def first_token_s(outcome: Outcome) -> tuple[float, float]:
-    """Return the 50th and the 99th percentile of the time to the first token, in seconds."""
-    waits = [
-        record.first_token_s - record.arrival.arrival_s
-        for record in outcome.records
-        if record.first_token_s is not None
-    ]
-    median, _, high, _ = percentiles(waits)
-    return median, high
+class Measurement(NamedTuple):
+    """The results of one node. `routing` also contains the number of nodes."""
+
+    routing: str
+    requests_per_s: float
+    hit_rate: float
+    first_token_s: Percentiles
+
+    def row(self) -> list[str]:
+        """Return the row of the table."""
+        times = [f"{self.first_token_s.p50:.2f}", f"{self.first_token_s.p99:.2f}"]
+        return [self.routing, f"{self.requests_per_s:g}", f"{self.hit_rate:.0%}", *times]
 
 
-def plot(points: dict[str, list[tuple[float, float]]], path: Path) -> None:
-    """Draw one curve for each name in `points`, and write a PNG file.
+def measure(rate: float, duration_s: float, num_nodes: int) -> Measurement:
+    """Simulate one node, and return its results."""
+    # A single node behaves as each of many nodes with prefix routing.
+    is_single = num_nodes == 1
+    routing = "prefix routing, any number" if is_single else f"random routing, {num_nodes} nodes"
+    outcome = run_node(rate, duration_s, num_nodes)
+    delays_s = [record.delay_s(record.first_token_s) for record in outcome.records]
+    return Measurement(routing, rate, outcome.hit_rate, percentiles(delays_s))
 
-    A point is a pair: the requests per second, and the time to the first token in seconds.
-    """
+
+def plot(measurements: Sequence[Measurement], path: Path) -> None:
+    """Draw one curve for each routing, and write a PNG file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, curve in points.items():
-        axes.plot(*zip(*curve, strict=True), marker="o", label=name)
+    for routing in dict.fromkeys(one.routing for one in measurements):
+        curve = [one for one in measurements if one.routing == routing]
+        rates = [one.requests_per_s for one in curve]
+        axes.plot(rates, [one.first_token_s.p99 for one in curve], marker="o", label=routing)
     axes.set(
         xlabel="requests per second and node",
         ylabel="time to the first token, p99 (s)",
@@ -111,21 +135,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--duration", type=float, default=120, help="seconds in which conversations start")
     add("--plot", type=Path, help="write a chart to this PNG file")
     args = parser.parse_args(argv)
-    rows: list[list[str]] = []
-    points: dict[str, list[tuple[float, float]]] = {}
-    for num_nodes in args.nodes:
-        is_one = num_nodes == 1
-        name = "prefix routing, any number" if is_one else f"random routing, {num_nodes} nodes"
-        for rate in args.rates:
-            outcome = run_node(rate, args.duration, num_nodes)
-            median, high = first_token_s(outcome)
-            points.setdefault(name, []).append((rate, high))
-            hits = f"{outcome.hit_rate:.0%}"
-            rows.append([name, f"{rate:g}", hits, f"{median:.2f}", f"{high:.2f}"])
+    measurements = [
+        measure(rate, args.duration, num_nodes) for num_nodes in args.nodes for rate in args.rates
+    ]
     columns = ["routing", "requests/s and node", "prefix hits", "TTFT p50 (s)", "TTFT p99 (s)"]
-    sys.stdout.write(table(columns, rows) + "\n")
+    sys.stdout.write(table(columns, [one.row() for one in measurements]) + "\n")
     if args.plot:
-        plot(points, args.plot)
+        plot(measurements, args.plot)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,19 @@ the same "prefix_tokens" tokens. The time of a step is
 This cost model is close enough to a real engine to compare settings and policies.
 """
 
-import heapq
+import argparse
 import json
 import random
-import statistics
 import sys
-from collections import abc
+from collections import abc, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
@@ -31,7 +33,8 @@ from nereid_backend.core.step import Sampled, StepPlan, StepResult
 
 from loadtest import command_line
 
-_TOKEN = 1
+ANSWER_TOKEN = 1  # each simulated answer repeats this token
+_PROMPT_TOKENS = range(2, 50_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,26 @@ class Record:
     num_tokens: int = 0
     num_ended: int = 0
 
+    def note_start(self, clock_s: float) -> None:
+        """Store the start time of a step that contains the request, if the step is the first."""
+        if self.begun_s is None:
+            self.begun_s = clock_s
+
+    def note_token(self, clock_s: float, *, is_last: bool) -> None:
+        """Count a generated token. `is_last` states whether the token ends its sequence."""
+        self.num_tokens += 1
+        if self.first_token_s is None:
+            self.first_token_s = clock_s
+        if is_last:
+            self.num_ended += 1
+            if self.num_ended == self.arrival.n:
+                self.end_s = clock_s
+
+    def delay_s(self, time_s: float | None) -> float:
+        """Return the seconds from the arrival to one of the times of this record."""
+        assert time_s is not None
+        return time_s - self.arrival.arrival_s
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -118,26 +141,59 @@ class Outcome:
     hit_rate: float
 
     def report(self) -> str:
-        """Return a table of percentiles as text."""
+        """Return a summary and a table of percentiles as text."""
         ended = [record for record in self.records if record.end_s is not None]
-        tokens = sum(record.num_tokens for record in self.records)
-        prompts = sum(record.arrival.prompt_tokens for record in ended)
-        rows = {
-            "queue": [_since(record, record.begun_s) for record in ended],
-            "first token": [_since(record, record.first_token_s) for record in ended],
-            "whole answer": [_since(record, record.end_s) for record in ended],
+        prompt_rate = sum(record.arrival.prompt_tokens for record in ended) / self.elapsed_s
+        output_rate = sum(record.num_tokens for record in self.records) / self.elapsed_s
+        delays = {
+            "queue": [record.delay_s(record.begun_s) for record in ended],
+            "first token": [record.delay_s(record.first_token_s) for record in ended],
+            "whole answer": [record.delay_s(record.end_s) for record in ended],
         }
         lines = [
             f"{len(ended)} of {len(self.records)} requests ended in {self.elapsed_s:.1f} s and "
             f"{self.num_steps} steps",
-            f"{tokens / self.elapsed_s:.0f} output and {prompts / self.elapsed_s:.0f} prompt "
-            f"tokens/s, {self.num_preemptions} preemptions, {self.hit_rate:.0%} of prompt tokens "
-            "from the prefix cache",
+            f"{output_rate:.0f} output and {prompt_rate:.0f} prompt tokens/s, "
+            f"{self.num_preemptions} preemptions, {self.hit_rate:.0%} of prompt tokens from the "
+            "prefix cache",
             f"{'seconds':14}" + "".join(f"{name:>9}" for name in ("p50", "p90", "p99", "max")),
         ]
-        for name, values in rows.items():
+        for name, values in delays.items():
             lines.append(f"{name:14}" + "".join(f"{value:9.3f}" for value in percentiles(values)))
         return "\n".join(lines)
+
+
+class Percentiles(NamedTuple):
+    """The 50th, 90th and 99th percentile of some values, and the largest value."""
+
+    p50: float
+    p90: float
+    p99: float
+    largest: float
+
+
+def percentiles(values: abc.Sequence[float]) -> Percentiles:
+    """Return percentiles of `values`. Without values, all percentiles are 0."""
+    return Percentiles(*np.percentile(values or [0.0], (50, 90, 99, 100)).tolist())
+
+
+class Step(NamedTuple):
+    """A simulated step.
+
+    Attributes:
+        plan: the scheduler's plan of the step.
+        updates: one update for each token that the step generates.
+    """
+
+    plan: StepPlan
+    updates: list[RequestUpdate]
+
+
+def run_step(scheduler: Scheduler) -> Step:
+    """Plan and commit one step. Each sampled token is ANSWER_TOKEN."""
+    plan = scheduler.plan()
+    sampled = [Sampled([ANSWER_TOKEN], [0.0]) for chunk in plan.chunks if chunk.samples]
+    return Step(plan, scheduler.commit(plan, StepResult(sampled)))
 
 
 def simulate(arrivals: Iterable[Arrival], scheduler: Scheduler, cost: Cost) -> Outcome:
@@ -148,29 +204,58 @@ def simulate(arrivals: Iterable[Arrival], scheduler: Scheduler, cost: Cost) -> O
         scheduler: a scheduler without requests.
         cost: the cost model of a step.
     """
-    records = [Record(arrival) for arrival in sorted(arrivals, key=lambda one: one.arrival_s)]
-    pending = [(record.arrival.arrival_s, number) for number, record in enumerate(records)]
-    heapq.heapify(pending)
-    clock, num_steps = 0.0, 0
+    ordered = sorted(arrivals, key=lambda arrival: arrival.arrival_s)
+    records = {str(number): Record(arrival) for number, arrival in enumerate(ordered)}
+    pending = deque(enumerate(ordered))
+    clock_s, num_steps = 0.0, 0
     while pending or scheduler.has_work():
-        if not scheduler.has_work():
-            clock = max(clock, pending[0][0])
-        while pending and pending[0][0] <= clock:
-            number = heapq.heappop(pending)[1]
-            scheduler.add(_request(number, records[number].arrival))
-        plan = scheduler.plan()
-        for chunk in plan.chunks:
-            record = records[int(chunk.sequence.request_id)]
-            record.begun_s = clock if record.begun_s is None else record.begun_s
-        clock += cost.of(plan)
+        if not scheduler.has_work():  # an idle scheduler waits for the next arrival
+            clock_s = max(clock_s, pending[0][1].arrival_s)
+        while pending and pending[0][1].arrival_s <= clock_s:
+            scheduler.add(_sequence(*pending.popleft()))
+        step = run_step(scheduler)
+        for chunk in step.plan.chunks:
+            records[chunk.sequence.request_id].note_start(clock_s)
+        clock_s += cost.of(step.plan)
         num_steps += 1
-        answers = [Sampled([_TOKEN], [0.0]) for chunk in plan.chunks if chunk.samples]
-        for update in scheduler.commit(plan, StepResult(answers)):
-            _note(records[int(update.request_id)], clock, update.finish_reason is not None)
+        for update in step.updates:
+            is_last = update.finish_reason is not None
+            records[update.request_id].note_token(clock_s, is_last=is_last)
+    return Outcome(
+        records=list(records.values()),
+        elapsed_s=clock_s,
+        num_steps=num_steps,
+        num_preemptions=scheduler.num_preemptions,
+        hit_rate=_hit_rate(scheduler),
+    )
+
+
+def _hit_rate(scheduler: Scheduler) -> float:
     cache = scheduler.cache
-    queried = cache.num_queried_tokens if cache is not None else 0
-    hit_rate = cache.num_hit_tokens / queried if cache is not None and queried else 0.0
-    return Outcome(records, clock, num_steps, scheduler.num_preemptions, hit_rate)
+    if cache is None or not cache.num_queried_tokens:
+        return 0.0
+    return cache.num_hit_tokens / cache.num_queried_tokens
+
+
+def _sequence(number: int, arrival: Arrival) -> Sequence:
+    """Return the sequence for the scheduler. Its request id is `number` as text.
+
+    The tokens of the prefix depend on its name. The other prompt tokens depend on `number`, so the
+    prefix cache finds only prefixes.
+    """
+    num_shared = min(arrival.prefix_tokens, arrival.prompt_tokens) if arrival.prefix else 0
+    shared = random_tokens(random.Random(f"prefix {arrival.prefix}"), num_shared)
+    own = random_tokens(random.Random(number), arrival.prompt_tokens - num_shared)
+    params = SamplingParams(
+        n=arrival.n, priority=arrival.priority, max_tokens=arrival.output_tokens
+    )
+    max_total_tokens = arrival.prompt_tokens + arrival.output_tokens
+    return Sequence(str(number), shared + own, params, max_total_tokens=max_total_tokens)
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    """Return `count` random prompt tokens."""
+    return rng.choices(_PROMPT_TOKENS, k=count)
 
 
 def poisson(
@@ -182,69 +267,47 @@ def poisson(
     requests are long. The same `seed` gives the same trace.
     """
     rng = random.Random(seed)
-    clock = 0.0
+    clock_s = 0.0
     arrivals = []
     for _ in range(num_requests):
-        clock += rng.expovariate(rate)
-        arrivals.append(
-            Arrival(
-                arrival_s=clock,
-                prompt_tokens=min(4000, 1 + int(rng.lognormvariate(5.5, 1.0))),
-                output_tokens=min(1000, 1 + int(rng.lognormvariate(4.5, 0.8))),
-                priority=rng.choice(priorities),
-            )
-        )
+        clock_s += rng.expovariate(rate)
+        # The median is about 245 tokens for prompts and 90 tokens for answers.
+        prompt_tokens = min(4000, 1 + int(rng.lognormvariate(mu=5.5, sigma=1.0)))
+        output_tokens = min(1000, 1 + int(rng.lognormvariate(mu=4.5, sigma=0.8)))
+        priority = rng.choice(priorities)
+        arrivals.append(Arrival(clock_s, prompt_tokens, output_tokens, priority=priority))
     return arrivals
 
 
 def read_trace(lines: Iterable[str]) -> list[Arrival]:
-    """Parse the lines of a trace.
+    """Parse the lines of a trace. Blank lines are ignored.
 
     Raises:
         ValueError: a line is not a JSON object, or has unknown fields. The message contains the
             number of the line.
     """
-    known = {field.name for field in fields(Arrival)}
     arrivals = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            unknown = sorted(set(entry) - known)
-            if unknown:
-                raise ValueError(f"unknown fields {', '.join(unknown)}")
-            arrivals.append(Arrival(**entry))
+            arrivals.append(_arrival(json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number} of the trace: {error}") from error
     return arrivals
 
 
-def percentiles(values: abc.Sequence[float]) -> tuple[float, float, float, float]:
-    """Return the 50th, the 90th and the 99th percentile, and the largest value."""
-    if len(values) < 2:
-        only = values[0] if values else 0.0
-        return only, only, only, only
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return cuts[49], cuts[89], cuts[98], max(values)
+def _arrival(entry: dict[str, Any]) -> Arrival:
+    """Return the request that one JSON object of a trace describes."""
+    unknown = sorted(set(entry) - {field.name for field in fields(Arrival)})
+    if unknown:
+        raise ValueError(f"unknown fields {', '.join(unknown)}")
+    return Arrival(**entry)
 
 
 def main(argv: abc.Sequence[str] | None = None) -> None:
     """Run the simulation that the command line describes, and print a table."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    cost = Cost()
-    add("--trace", type=Path, help="trace file (default: random arrivals)")
-    add("--requests", type=int, default=1000, help="number of random arrivals")
-    add("--rate", type=float, default=10.0, help="random arrivals per second")
-    add("--seed", type=int, default=0, help="seed of the random arrivals")
-    add("--num-blocks", type=int, default=8192, help="number of KV cache blocks")
-    add("--block-size", type=int, default=16, help="tokens of each KV cache block")
-    add("--max-num-seqs", type=int, default=256, help="largest number of running sequences")
-    add("--max-num-batched-tokens", type=int, default=2048, help="token budget of a step")
-    add("--step-ms", type=float, default=cost.step_ms, help="time of each step")
-    add("--token-ms", type=float, default=cost.token_ms, help="time of each token in a step")
-    add("--context-ms", type=float, default=cost.context_ms, help="time of each cached token")
+    parser = _parser()
     args = parser.parse_args(argv)
     if args.trace is None:
         arrivals = poisson(args.requests, args.rate, args.seed)
@@ -268,31 +331,22 @@ def main(argv: abc.Sequence[str] | None = None) -> None:
     sys.stdout.write(outcome.report() + "\n")
 
 
-def _request(number: int, arrival: Arrival) -> Sequence:
-    shared = min(arrival.prefix_tokens, arrival.prompt_tokens) if arrival.prefix else 0
-    # The other tokens are random, so that the cache contains only the shared prefixes.
-    tokens = random.Random(f"prefix {arrival.prefix}").choices(range(2, 50_000), k=shared)
-    own = random.Random(number).choices(range(2, 50_000), k=arrival.prompt_tokens - shared)
-    params = SamplingParams(
-        n=arrival.n, priority=arrival.priority, max_tokens=arrival.output_tokens
-    )
-    length = arrival.prompt_tokens + arrival.output_tokens
-    return Sequence(str(number), tokens + own, params, max_total_tokens=length)
-
-
-def _note(record: Record, clock: float, has_ended: bool) -> None:
-    record.num_tokens += 1
-    if record.first_token_s is None:
-        record.first_token_s = clock
-    if has_ended:
-        record.num_ended += 1
-        if record.num_ended == record.arrival.n:
-            record.end_s = clock
-
-
-def _since(record: Record, time_s: float | None) -> float:
-    assert time_s is not None
-    return time_s - record.arrival.arrival_s
+def _parser() -> argparse.ArgumentParser:
+    parser = command_line.parser(__doc__)
+    add = parser.add_argument
+    cost = Cost()
+    add("--trace", type=Path, help="trace file (default: random arrivals)")
+    add("--requests", type=int, default=1000, help="number of random arrivals")
+    add("--rate", type=float, default=10.0, help="random arrivals per second")
+    add("--seed", type=int, default=0, help="seed of the random arrivals")
+    add("--num-blocks", type=int, default=8192, help="number of KV cache blocks")
+    add("--block-size", type=int, default=16, help="tokens of each KV cache block")
+    add("--max-num-seqs", type=int, default=256, help="largest number of running sequences")
+    add("--max-num-batched-tokens", type=int, default=2048, help="token budget of a step")
+    add("--step-ms", type=float, default=cost.step_ms, help="time of each step")
+    add("--token-ms", type=float, default=cost.token_ms, help="time of each token in a step")
+    add("--context-ms", type=float, default=cost.context_ms, help="time of each cached token")
+    return parser
 
 
 if __name__ == "__main__":

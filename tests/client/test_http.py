@@ -13,6 +13,12 @@ from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
+LIMITS = {
+    "max_model_len": 4096,
+    "max_prompt_bytes": 65_536,
+    "max_request_bytes": 5_000_000,
+    "max_messages": 682,
+}
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -24,6 +30,15 @@ async def test_the_served_model_is_listed_and_can_be_fetched(connect):
     assert listed["data"] == [fetched]
     assert fetched["id"] == "echo"
     assert fetched["object"] == "model"
+
+
+async def test_models_have_their_max_model_len_as_in_vllm(connect_pooling, backend):
+    backend.limits = LIMITS
+    async with connect_pooling() as client:
+        models = (await client.get("/v1/models")).json()["data"]
+        fetched = (await client.get("/v1/models/echo")).json()
+    assert fetched["max_model_len"] == 4096
+    assert [model["max_model_len"] for model in models] == [4096, 12, 12]
 
 
 async def test_another_models_page_is_a_404_also_with_a_slash_in_its_name(connect):

@@ -27,11 +27,15 @@ class _PageQuery(BaseModel):
 async def list_models(request: Request) -> dict[str, Any]:
     """Return the language model, its LoRA adapters, the embedding model and the reranker.
 
+    As in vLLM, `max_model_len` is the largest number of tokens of a request to the model. It is
+    null if the model has not been loaded yet.
+
     Clients of Anthropic's API receive the list in the format of that API, and can request a part of
     the list with `limit` (1 to 1000, default all models), `after_id` and `before_id`.
     """
     context = context_of(request)
-    names = await _served_names(request)
+    lengths = await _max_lengths(request)
+    names = list(lengths)
     if uses_anthropic_api(request.scope):
         query = validate(_PageQuery, dict(request.query_params))
         page, has_more = _page(names, query)
@@ -43,7 +47,8 @@ async def list_models(request: Request) -> dict[str, Any]:
         }
     name_of_alias = _name_of_alias(request)
     models = [
-        _openai_model(name, context.created, root=name_of_alias.get(name, name)) for name in names
+        _openai_model(name, context.created, name_of_alias.get(name, name), length)
+        for name, length in lengths.items()
     ]
     return {"object": "list", "data": models}
 
@@ -56,19 +61,19 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
 
     If there is no such model, the error names the served models.
     """
-    names = await _served_names(request)
-    if model_id not in names:
+    lengths = await _max_lengths(request)
+    if model_id not in lengths:
         raise ApiError(
             404,
             f"The model {model_id!r} does not exist. This server serves "
-            f"{', '.join(map(repr, names))}.",
+            f"{', '.join(map(repr, lengths))}.",
             param="model",
             code="model_not_found",
         )
     if uses_anthropic_api(request.scope):
         return _anthropic_model(context_of(request), model_id)
     root = _name_of_alias(request).get(model_id, model_id)  # vLLM's field for the unaliased name
-    return _openai_model(model_id, context_of(request).created, root=root)
+    return _openai_model(model_id, context_of(request).created, root, lengths[model_id])
 
 
 def _page(names: Sequence[str], query: _PageQuery) -> tuple[Sequence[str], bool]:
@@ -91,14 +96,30 @@ def _page(names: Sequence[str], query: _PageQuery) -> tuple[Sequence[str], bool]
     return page, len(page) < len(selected)
 
 
-async def _served_names(request: Request) -> list[str]:
-    """Return the names of all served models. The first name belongs to the language model."""
+async def _max_lengths(request: Request) -> dict[str, int | None]:
+    """Return the max_model_len of each served model, by the name or the alias of the model.
+
+    The first name belongs to the language model. The length is None if it is not known, because the
+    model has not been loaded yet or the server does not answer.
+    """
     contexts = contexts_of(request)
-    adapters = [name for context in contexts.all for name in await _adapter_names(context)]
+    lengths = {name: await _max_length(context) for name, context in contexts.by_name.items()}
+    for context in contexts.all:
+        for name in await _adapter_names(context):
+            lengths.setdefault(name, await _max_length(context))
     pooling_models = pooling_models_of(request)
-    pooling_names = [model.name for model in await pooling_models.all()]
-    aliases = [name for target in pooling_models.targets for name in target.names]
-    return list(dict.fromkeys([*contexts.by_name, *adapters, *pooling_names, *aliases]))
+    for model in await pooling_models.all():
+        lengths.setdefault(model.name, model.info.get("max_model_len"))
+    for target in pooling_models.targets:
+        for alias in target.names:
+            lengths.setdefault(alias, lengths.get(target.names[0]))
+    return lengths
+
+
+async def _max_length(context: Context) -> int | None:
+    """Return the max_model_len of a language model, or None if the server does not answer."""
+    limits = await context.limits.get()
+    return None if limits is None else limits.max_model_len
 
 
 def _name_of_alias(request: Request) -> dict[str, str]:
@@ -122,13 +143,14 @@ async def _adapter_names(context: Context) -> list[str]:
         return []
 
 
-def _openai_model(name: str, created: int, *, root: str) -> dict[str, Any]:
-    """Return a model in OpenAI's format.
+def _openai_model(name: str, created: int, root: str, max_model_len: int | None) -> dict[str, Any]:
+    """Return a model in OpenAI's format, with further fields of vLLM.
 
     Args:
         name: the name or the alias with which requests select the model.
         created: the time in seconds since 1970 that the API returns for all models.
-        root: the name of the model, as in vLLM. It differs from `name` if `name` is an alias.
+        root: the name of the model. It differs from `name` if `name` is an alias.
+        max_model_len: the largest number of tokens of a request, or None if it is not known.
     """
     return {
         "id": name,
@@ -137,6 +159,7 @@ def _openai_model(name: str, created: int, *, root: str) -> dict[str, Any]:
         "owned_by": "nereid",
         "root": root,
         "parent": None,
+        "max_model_len": max_model_len,
     }
 
 

@@ -30,8 +30,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """Return the token ids of the prompt and their number, in vLLM's format.
 
     If the request contains a chat, the prompt is the chat as rendered by the chat template.
-    `max_model_len` is null, because the frontend does not read this setting. `token_strs` is null,
-    because the server returns only token ids.
+    `token_strs` is null, because the server returns only token ids.
     """
     body = await read_prompt_body(request)
     tokenize_request = validate(TokenizeRequest, body)
@@ -50,7 +49,13 @@ async def tokenize(request: Request) -> dict[str, Any]:
             sampling_parameters=None if parameters is None else to_json(parameters),
         )
     )
-    return {"count": len(tokens), "max_model_len": None, "tokens": tokens, "token_strs": None}
+    limits = await context_of(request).limits.get()
+    return {
+        "count": len(tokens),
+        "max_model_len": None if limits is None else limits.max_model_len,
+        "tokens": tokens,
+        "token_strs": None,
+    }
 
 
 @router.post("/detokenize", summary="Convert token ids to text")

@@ -16,6 +16,12 @@ async def test_a_prompt_gives_its_ids_and_their_number(post, path):
     assert body == {"count": 2, "max_model_len": None, "tokens": IDS, "token_strs": None}
 
 
+async def test_the_response_has_the_max_model_len(post, backend):
+    names = ("max_prompt_bytes", "max_request_bytes", "max_messages")
+    backend.limits = {"max_model_len": 4096, **dict.fromkeys(names, 1000)}
+    assert (await post("/tokenize", prompt="one two")).json()["max_model_len"] == 4096
+
+
 async def test_a_chat_is_tokenised_with_what_its_template_reads(post, backend):
     messages = [{"role": "user", "content": "one two"}]
     kwargs = {"enable_thinking": False}

@@ -134,21 +134,26 @@ def _read(file: Path, max_file_bytes: int, *, lora_memory: int) -> bytes:
             )
         return file.read_bytes()
     except OSError as error:
-        hint = _pickle_hint(file)  # a sentence if the folder contains the weights as a pickle file
+        hint = _missing_file_hint(file)
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
     except ValueError as error:  # for example, the path contains a NUL character
         raise ModelError(f"{str(file)!r} is not a valid path ({error}).") from error
 
 
-def _pickle_hint(missing_file: Path) -> str:
-    """Return advice for an adapter whose weights are in PyTorch's format (.bin); otherwise ""."""
-    is_pickled = missing_file.name == _WEIGHTS_FILE and missing_file.with_suffix(".bin").exists()
-    if not is_pickled:
+def _missing_file_hint(file: Path) -> str:
+    """Return a sentence that tells how to remedy the lack of a file; "" if the file exists."""
+    if file.exists():  # for example, this process may not read the file
         return ""
-    return (
-        " Load the adapter with the library PEFT, and write it again with"
-        " save_pretrained(folder, safe_serialization=True)."
-    )
+    if file.name == _WEIGHTS_FILE and file.with_suffix(".bin").exists():
+        return (
+            " Load the adapter with the library PEFT, and write it again with"
+            " save_pretrained(folder, safe_serialization=True)."
+        )
+    # PEFT writes an adapter whose name is not "default" into a subfolder with this name.
+    configs = sorted(file.parent.glob(f"*/{_CONFIG_FILE}"))
+    if file.name == _CONFIG_FILE and configs:
+        return f" Give the folder of one adapter, such as {configs[0].parent}."
+    return " Give a folder that the library PEFT wrote."
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +257,10 @@ def _parse_config(file: Path, text: bytes) -> _PeftConfig:
     settings: dict[str, Any] = config if isinstance(config, dict) else {}
     peft_type = settings.get("peft_type")
     if peft_type != "LORA":
-        raise ModelError(f"{file}: peft_type must be LORA, but the file has {peft_type!r}.")
+        raise ModelError(
+            f"{file}: peft_type must be LORA, but the file has {peft_type!r}. Merge the adapter "
+            "into the model if PEFT can merge this type, or train a LoRA adapter."
+        )
     _check_changed_parts(file, settings)
     _check_unknown_settings(file, settings)
     return _PeftConfig(file, settings)
@@ -287,7 +295,10 @@ def _check_changed_parts(file: Path, config: dict[str, Any]) -> None:
             "modules_to_save."
         )
     if config.get("bias", "none") != "none":
-        raise ModelError(f"{file}: bias must be 'none', but the file has {config['bias']!r}.")
+        raise ModelError(
+            f"{file}: bias must be 'none', but the file has {config['bias']!r}. Merge the adapter "
+            "into the model."
+        )
     # Some methods that initialise an adapter also change the weights of the model.
     initialisation = config.get("init_lora_weights")
     if isinstance(initialisation, str) and initialisation.lower().startswith(_CHANGED_WEIGHTS):

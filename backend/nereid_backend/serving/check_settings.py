@@ -205,9 +205,13 @@ def _check_folders(settings: ServingSettings, config: EngineConfig) -> None:
         )
     for name, folder in config.lora_adapters.items():
         if not (Path(folder) / "adapter_config.json").is_file():
+            # PEFT writes an adapter whose name is not "default" into a subfolder with this name.
+            configs = sorted(Path(folder).glob("*/adapter_config.json"))
+            example = f", such as {configs[0].parent}" if configs else ""
             raise ConfigError(
                 f"lora_adapters: the folder {folder} of the adapter {name!r} has no file "
-                "adapter_config.json. Give the folder of a LoRA adapter in PEFT's layout."
+                "adapter_config.json. Give the folder of a LoRA adapter in PEFT's layout"
+                f"{example}."
             )
     if settings.image_folder and not Path(settings.image_folder).is_dir():
         raise ConfigError(

@@ -140,9 +140,9 @@ def test_an_adapter_larger_than_the_limit_is_refused(checkpoint, folders, size):
         ({"modules_to_save": True}, r"modules_to_save: .*\(True\)"),
         ({"use_dora": True}, "the setting use_dora has the value True"),
         ({"target_parameters": ["mlp.gate"]}, "the setting target_parameters"),
-        ({"bias": "all"}, "bias must be 'none', but the file has 'all'"),
+        ({"bias": "all"}, "bias must be 'none', but the file has 'all'. Merge the adapter"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-        ({"peft_type": "LOHA"}, "peft_type must be LORA, but the file has 'LOHA'"),
+        ({"peft_type": "LOHA"}, "peft_type must be LORA, but the file has 'LOHA'. Merge"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number .* but the file has '8'"),
         ({"lora_alpha": 10**400}, "lora_alpha must be a number .* but the file has 1000"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern must be an object whose keys are regular"),
@@ -239,6 +239,10 @@ def test_an_adapter_with_float8_matrices_is_loaded(engine, folders, tmp_path):
 
 def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path):
     with pytest.raises(RequestError, match=r"adapter_config.json: the file cannot be read"):
+        engine.load_lora("x", str(tmp_path))
+    (tmp_path / "sql").mkdir()
+    write_config(tmp_path / "sql")
+    with pytest.raises(RequestError, match=rf"folder of one adapter, such as {tmp_path}/sql\."):
         engine.load_lora("x", str(tmp_path))
     write_config(tmp_path)
     (tmp_path / "adapter_model.bin").touch()

@@ -56,6 +56,13 @@ def test_a_wrong_setting_is_reported_once(variables, message):
     assert problem.startswith(message)
 
 
+def test_the_error_about_a_folder_with_several_adapters_names_one_of_them(tmp_path):
+    (tmp_path / "sql").mkdir()
+    (tmp_path / "sql" / "adapter_config.json").touch()
+    [problem] = find_problems(REPOSITORY, {"NEREID_LORA_ADAPTERS": f"a={tmp_path}"})
+    assert problem.endswith(f"PEFT's layout, such as {tmp_path}/sql.")
+
+
 def with_pooling_models(**variables):
     """Return environment variables that select an embedding model and a reranker.
 

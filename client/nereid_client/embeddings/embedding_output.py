@@ -86,7 +86,7 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
     return lambda array: _encode(array.tolist())
 
 
-def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
+def bytes_writer(*, is_signed: bool, is_base64: bool = False) -> Callable[[Floats], str]:
     """Return a function that rounds an array to 8-bit integers and converts them to JSON text.
 
     The array is one vector, [dimension], or several vectors, [num_vectors, dimension]. Each vector
@@ -97,6 +97,7 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
 
     Args:
         is_signed: whether the integers are from -127 to 127 (`int8`) or from 1 to 255 (`uint8`).
+        is_base64: whether the bytes are encoded as base64 instead of a list of integers.
     """
     offset = 0 if is_signed else 128
 
@@ -106,12 +107,12 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
         # Divide before the multiplication. If `divisor` is tiny, 127 / divisor would overflow to
         # infinity.
         integers = np.rint(array / divisor * 127).astype(np.int16)
-        return _encode((integers + offset).tolist())
+        return _encode_bytes(integers + offset, is_base64=is_base64)
 
     return write
 
 
-def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
+def bits_writer(*, is_signed: bool, is_base64: bool = False) -> Callable[[Floats], str]:
     """Return a function that packs the signs of an array into bytes, and encodes the bytes as JSON.
 
     Eight numbers become one byte. The bit of a positive number is 1, and the bit of any other
@@ -123,14 +124,22 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     Args:
         is_signed: whether the bytes are from -128 to 127 (Cohere's `binary`) or from 0 to 255
             (`ubinary`).
+        is_base64: whether the bytes are encoded as base64 instead of a list of integers.
     """
     offset = 128 if is_signed else 0
 
     def write(array: Floats) -> str:
         packed = np.packbits(array > 0, axis=-1).astype(np.int16)
-        return _encode((packed - offset).tolist())
+        return _encode_bytes(packed - offset, is_base64=is_base64)
 
     return write
+
+
+def _encode_bytes(integers: npt.NDArray[np.int16], *, is_base64: bool) -> str:
+    """Return integers from -128 to 255 as the JSON text of a list, or of their bytes in base64."""
+    if is_base64:
+        return f'"{base64.b64encode(integers.astype(np.uint8).tobytes()).decode()}"'
+    return _encode(integers.tolist())
 
 
 WRITERS: Mapping[str, Callable[[Floats], str]] = {
@@ -140,6 +149,10 @@ WRITERS: Mapping[str, Callable[[Floats], str]] = {
     "uint8": bytes_writer(is_signed=False),
     "binary": bits_writer(is_signed=True),
     "ubinary": bits_writer(is_signed=False),
+    "int8 base64": bytes_writer(is_signed=True, is_base64=True),
+    "uint8 base64": bytes_writer(is_signed=False, is_base64=True),
+    "binary base64": bits_writer(is_signed=True, is_base64=True),
+    "ubinary base64": bits_writer(is_signed=False, is_base64=True),
 }
 """Maps a vector type, such as "float", to the function that converts an array to JSON text."""
 

@@ -128,7 +128,8 @@ class EmbeddingRequest(EmbeddingOptions):
     """A text, a content part, a list of texts or content parts, a list of token ids, or a list of
     such lists."""
     encoding_format: Literal["float", "base64"] | None = "float"
-    """Whether vectors are lists of numbers, or base64 of little-endian float32."""
+    """Whether vectors are lists of numbers, or base64 of little-endian float32. With another
+    output_dtype, base64 contains one byte for each integer, as in Voyage's API."""
     embed_dtype: Literal["float32"] | None = None
     """Only float32 is supported."""
     endianness: Literal["native", "little"] | None = None
@@ -136,23 +137,13 @@ class EmbeddingRequest(EmbeddingOptions):
     output_dtype: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = None
     """The type of the numbers in the vectors (Mistral, Voyage). `int8` and `uint8` scale each
     vector, and keep only its cosine similarities. `binary` and `ubinary` have one bit for each
-    number. All types but `float` require the encoding_format `float`."""
+    number."""
     embedding_type: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = None
     """Jina's name of output_dtype."""
     output_dimension: Annotated[int, Field(ge=1)] | None = None
     """Mistral's and Voyage's name of dimensions."""
     input_type: str | None = None
     """`query` or `passage` selects the checkpoint's prompt of this name, if there is one (NIM)."""
-
-    @model_validator(mode="after")
-    def _check_vector_type(self) -> Self:
-        if self.vector_type not in ("float", "base64") and self.encoding_format == "base64":
-            raise FieldError(
-                "encoding_format",
-                f"encoding_format must be float for vectors of the type {self.vector_type}, but "
-                'the request has "base64"',
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_dimensions(self) -> Self:
@@ -179,12 +170,11 @@ class EmbeddingRequest(EmbeddingOptions):
 
     @property
     def vector_type(self) -> str:
-        """The type of the returned vectors, such as "float" or "base64".
-
-        The field output_dtype or embedding_type takes precedence over encoding_format.
-        """
+        """The type of the returned vectors, such as "float", "base64", "int8" or "int8 base64"."""
         given = self.output_dtype or self.embedding_type
-        return self.encoding_format or "float" if given in (None, "float") else str(given)
+        if given in (None, "float"):
+            return self.encoding_format or "float"
+        return f"{given} base64" if self.encoding_format == "base64" else str(given)
 
     def options_for(self, prompts: Iterable[str]) -> dict[str, Any]:
         """Return the JSON object for the input `options` of the model `embedding`.

@@ -156,5 +156,6 @@ def _listening_sockets_of_process(
             f"{error.strerror}. Set NEREID_OPENAI_PORT to a free port, or NEREID_OPENAI_HOST to "
             "an address of this machine."
         ) from None
-    _log.info("The frontend listens on http://%s:%d", settings.host, settings.port)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host  # an IPv6 address
+    _log.info("The frontend listens on http://%s:%d", host, settings.port)
     return sockets

@@ -37,7 +37,7 @@ from nereid_client.supervise.supervisor import Supervisor
 # The flags that describe models. They are refused together with --config, whose file describes all
 # models.
 _MODEL_FLAGS = ("--model", "--served-model-name", "--lora", "--embedding-model", "--rerank-model")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -79,6 +79,11 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     _add_frontend_defaults(environment)
     settings = startup_checks.check_frontend_settings(environment)
     host = args.host or "127.0.0.1"
+    if ":" in host:
+        raise CliError(
+            f"--host: the Triton server cannot listen on the IPv6 address {host}. Leave --host out "
+            f"and set NEREID_OPENAI_HOST={host}, so that the OpenAI frontend listens on it."
+        )
     addresses = {flag: (host, getattr(args, attribute(flag))) for flag in PORT_FLAGS}
     startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
     fork_server_address = choose_address(repository, environment)
@@ -328,9 +333,15 @@ def _metrics_url(args: argparse.Namespace) -> str:
 def _address_to_connect_to(host: str) -> str:
     """Return the address at which this machine can reach a server that listens on `host`.
 
-    Example: "0.0.0.0", which means all addresses of this machine, returns "127.0.0.1".
+    "0.0.0.0" and "::" mean all addresses of this machine. An IPv6 address has brackets in a URL.
+
+    Examples: "0.0.0.0" returns "127.0.0.1", and "::1" returns "[::1]".
     """
-    return "127.0.0.1" if host in ("0.0.0.0", "") else host
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
 
 
 def _environment_path(variable: str) -> Path | None:

@@ -69,6 +69,24 @@ def test_the_frontend_listens_where_its_variables_say(plan):
     assert "--http-address=127.0.0.1" in made.server.command
 
 
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_the_url_of_a_frontend_with_an_ipv6_address_has_brackets(plan, monkeypatch, host):
+    # A machine without IPv6 cannot reserve a port of this address.
+    monkeypatch.setattr(
+        "nereid_client.supervise.startup_checks.check_ports", lambda addresses: None
+    )
+    [port] = free_ports(1)
+    made = plan(NEREID_OPENAI_HOST=host, NEREID_OPENAI_PORT=str(port))
+    assert dict(made.endpoints)["OpenAI API"] == f"http://[::1]:{port}/v1"
+    assert f"http://[::1]:{port}/" in made.frontend.curl("/v1/models", {})
+
+
+def test_an_ipv6_address_for_the_triton_server_is_refused(plan):
+    [port] = free_ports(1)
+    with pytest.raises(CliError, match=r"cannot listen on the IPv6 address ::1.*OPENAI_HOST=::1"):
+        plan(f"--openai-port={port}", "--host=::1")
+
+
 def test_flags_take_precedence_over_the_variables_of_the_frontend(plan):
     [port] = free_ports(1)
     made = plan(

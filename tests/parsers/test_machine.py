@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from nereid_parsers import (
@@ -158,6 +159,16 @@ def test_a_marker_that_reasoning_only_mentions_does_not_end_it():
     text = "I could write <tool_call> here.</think>No."
     message = parsed(QWEN, text, 1, prompt="<think>\n")
     assert (message.reasoning, message.content) == ("I could write <tool_call> here.", "No.")
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**9])
+@pytest.mark.parametrize("end", ["[/assistant]", "{end}"])
+def test_a_text_that_ends_the_message_after_a_call_may_start_like_a_call(end, size):
+    call = '{"name": "f", "arguments": {}}'
+    fmt = replace(fmt_of(Call(JsonObject(Keys("name", "arguments")))), ends=(end,))
+    message = parsed(fmt, f"{call}\n{call}{end}", size, tools=TOOLS)
+    assert (len(message.tool_calls), message.content) == (2, None)
+    assert parsed(fmt, f"{call}{end[:3]} x", size, tools=TOOLS).content == f"{end[:3]} x"
 
 
 def test_end_of_turn_tokens_are_markup():

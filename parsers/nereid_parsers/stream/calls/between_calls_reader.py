@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nereid_parsers.stream.calls.call_markers import NoMarker
 from nereid_parsers.stream.calls.call_reader import CallReader
+from nereid_parsers.stream.marker_kinds import MarkerKind
 from nereid_parsers.stream.pattern_matching import is_special_token, skip_whitespace
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
@@ -22,13 +23,15 @@ class BetweenCallsReader:
     """
 
     __slots__ = (
-        "_buffer", "_call_reader", "_calls_must_come_first", "_section", "_starts", "_text_writer",
+        "_buffer", "_call_reader", "_calls_must_come_first", "_content_markers", "_section",
+        "_starts", "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
         """Create a reader for the text after a tool call, such as `, ` or `</tool_calls>`."""
         self._buffer = context.buffer
         self._text_writer = context.text
+        self._content_markers = context.format.content_markers
         self._call_reader = calls
         # If true, all text after the start of the content is content, even `<call>` after `Hi`.
         self._calls_must_come_first = context.calls_must_come_first
@@ -106,17 +109,28 @@ class BetweenCallsReader:
         """
         return bool(self._text_writer.pending_text)
 
-    def _select_state_for_text(self) -> State:
+    def _select_state_for_text(self) -> State | None:
         """Return CALL_START if the unread text may be a tool call, otherwise CONTENT.
 
         Before CALL_START, the expected tool call is passed to the CallReader. Examples: after
         `<tool_calls>`, only a tool call can follow. After a tool call without such a marker,
         `{"name"` may start another tool call, and `Hello` is content.
+
+        Return None if more text is required.
         """
         if self._section.is_open:  # The marker `</tool_calls>` has not been read.
             return self._call_reader.expect(self._starts.in_section())
         expected = self._starts.after_call(self._buffer)
-        return State.CONTENT if expected is None else self._call_reader.expect(expected)
+        if expected is None:
+            return State.CONTENT
+        # A marker that ends the message, such as `[/assistant]`, may start like a tool call.
+        text_end, marker = self._content_markers.find(self._buffer)
+        is_next = text_end == self._buffer.pos
+        if is_next and not marker:  # The marker is incomplete.
+            return None
+        if is_next and self._content_markers.kinds[marker] is MarkerKind.END:
+            return State.CONTENT
+        return self._call_reader.expect(expected)
 
     def _end_section(self, close: str) -> State:
         """Read `close`, the marker after all tool calls, such as `</calls>`. Return the next state.

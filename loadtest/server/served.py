@@ -16,8 +16,9 @@ from typing import Self
 _REPOSITORY = Path(__file__).resolve().parents[2]
 # The limit is shorter than the time limit of a test, so that a failure shows the server's output.
 _START_TIMEOUT_S = 480.0
+_STOP_TIMEOUT_S = 120.0
 _SECOND_SIGNAL_AFTER_S = 0.2
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Flags of a server without embedding model and reranker, which starts in half the time.
 ALONE = ("--embedding-model=none", "--rerank-model=none")
 _LIBC = ctypes.CDLL(None)
@@ -26,14 +27,14 @@ _LIBC = ctypes.CDLL(None)
 def free_ports(count: int) -> list[int]:
     """Return `count` TCP ports of 127.0.0.1 on which no process listened a moment ago."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
+    ports = [port for _, port in (listener.getsockname() for listener in sockets)]
     for listener in sockets:
         listener.close()
     return ports
 
 
 class Served:
-    """`nereid serve` as a context manager.
+    """A running `nereid serve`, as a context manager.
 
     Args:
         model: the folder of the checkpoint, or None for the demo.
@@ -53,19 +54,19 @@ class Served:
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        ports = free_ports(4)
-        self.http_port, self.grpc_port, self.metrics_port, self.openai_port = ports
-        descriptor, name = tempfile.mkstemp(prefix="nereid-served-", suffix=".log")
+        self.http_port, self.grpc_port, self.metrics_port, self.openai_port = free_ports(4)
+        descriptor, log = tempfile.mkstemp(prefix="nereid-served-", suffix=".log")
         os.close(descriptor)
-        self._log = Path(name)
+        self._log = Path(log)
         self._server_log = self._log.with_suffix(".server")
-        names = ("http", "grpc", "metrics", "openai")
-        flags = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
         self._command = [
             str(Path(sys.executable).parent / "nereid"),
             "serve",
             *([f"--model={model}"] if model else []),
-            *flags,
+            f"--http-port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={self.metrics_port}",
+            f"--openai-port={self.openai_port}",
             f"--log-file={self._server_log}",
             *arguments,
         ]
@@ -83,9 +84,14 @@ class Served:
         return self._server_log.read_text(encoding="utf-8", errors="replace")
 
     @property
+    def frontend_url(self) -> str:
+        """The URL of the frontend, without the path of an API."""
+        return f"http://127.0.0.1:{self.openai_port}"
+
+    @property
     def openai_url(self) -> str:
         """The base URL of the OpenAI API."""
-        return f"http://127.0.0.1:{self.openai_port}/v1"
+        return f"{self.frontend_url}/v1"
 
     @property
     def http_url(self) -> str:
@@ -107,6 +113,7 @@ class Served:
         return self
 
     def _start(self) -> None:
+        """Start the server, and wait until it prints that it is ready."""
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 self._command,
@@ -121,12 +128,9 @@ class Served:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while "nereid: ready" not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"nereid serve did not become ready:\n{self._final_output()}")
+                self.stop()
+                raise RuntimeError(f"nereid serve did not become ready:\n{self.output}")
             time.sleep(0.1)
-
-    def _final_output(self) -> str:
-        self.stop()
-        return self.output
 
     def stop(self) -> int:
         """Stop the server with SIGTERM, as a service manager does, and return its exit code."""
@@ -134,7 +138,7 @@ class Served:
             return 0
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(120)
+        return self.process.wait(_STOP_TIMEOUT_S)
 
     def __exit__(self, *_: object) -> None:
         """End the server at once. Triton server needs three seconds to end after `stop`."""

@@ -26,10 +26,9 @@ LIMIT_S = 60.0
 def server():
     """A server with the demo models. The session fails if one of its processes was replaced."""
     with Served(arguments=["--log-level=warning", "--max-model-len=256"]) as running:
-        before = {role: process.pid for role, process in processes.roles(running).items()}
+        before = processes.pids(running)
         yield running
-        after = {role: process.pid for role, process in processes.roles(running).items()}
-        assert {role: after.get(role) for role in before} == before, "a process died"
+        assert processes.replaced(before, running) == [], "a process died"
 
 
 @pytest.fixture

@@ -247,6 +247,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     Raises:
         UnsupportedModelError: transformers does not know the model, or the config is damaged.
     """
+    check_dtype_name(folder)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -260,6 +261,21 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         ) from error
     check_architectures(folder, config)
     return config
+
+
+def check_dtype_name(folder: Path) -> None:
+    """Raise an UnsupportedModelError if config.json contains the name of an unknown data type."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        names = [(field, config[field]) for field in ("dtype", "torch_dtype") if field in config]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return  # transformers reports the damaged file.
+    for field, name in names:
+        if isinstance(name, str) and not isinstance(getattr(torch, name, None), torch.dtype):
+            raise UnsupportedModelError(
+                f"{folder}/config.json: {field} must be a data type of torch, such as bfloat16, "
+                f"but it is {name!r}. Correct the file."
+            )
 
 
 def check_architectures(folder: Path, config: PretrainedConfig) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the transformers class of a model, and loads the weights of the model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -210,8 +210,9 @@ def _from_pretrained(
     except Exception as error:
         attention = arguments["attn_implementation"]
         raise _loading_error(error, folder, config, attention) from error
-    _check_missing_weights(folder, sorted(report["missing_keys"]))
-    check_unused_weights(folder, sorted(report["unexpected_keys"]))
+    unused = sorted(report["unexpected_keys"])
+    _check_missing_weights(folder, sorted(report["missing_keys"]), unused)
+    check_unused_weights(folder, unused)
     return model
 
 
@@ -275,16 +276,38 @@ def _unsupported_reason(error: Exception, folder: Path) -> str:
     )
 
 
-def _check_missing_weights(folder: Path, names: list[str]) -> None:
+def _check_missing_weights(folder: Path, names: list[str], unused: list[str]) -> None:
     """Raise a ModelError if weights are missing from a checkpoint.
 
-    `names` contains the names of the weights that the checkpoint in `folder` lacks.
+    Args:
+        folder: the folder of the checkpoint.
+        names: the names of the weights that the checkpoint lacks.
+        unused: the names of the tensors in the checkpoint that the model does not use.
     """
     if names:
         raise ModelError(
             f"{_weights_path(folder)} lacks {len(names)} weights, such as {names[0]}, so the "
-            "model's output would be random. Download the checkpoint again."
+            f"model's output would be random. {remedy_for_missing_weight(names[0], unused)}"
         )
+
+
+def remedy_for_missing_weight(name: str, unused: Iterable[str]) -> str:
+    """Return a sentence that tells how to remedy the lack of a weight in a checkpoint.
+
+    Wrappers for training add prefixes to the names of weights. Example: torch.compile writes
+    "_orig_mod.lm_head.weight" instead of "lm_head.weight".
+
+    Args:
+        name: the name of the missing weight.
+        unused: the names of the tensors in the checkpoint that the model does not use.
+    """
+    for other in unused:
+        if other.endswith(f".{name}"):
+            return (
+                f"The files contain {other} instead. Save the model again without the wrapper that "
+                f"added the prefix {other.removesuffix(name)!r}, or rename the tensors."
+            )
+    return "Download the checkpoint again."
 
 
 def _weights_path(folder: Path) -> Path:

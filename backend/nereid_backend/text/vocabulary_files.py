@@ -65,4 +65,4 @@ def describe_tokenizer_error(folder: Path, error: Exception) -> str:
             f"{reason}. Remove auto_map from the file, and set tokenizer_class to "
             "TokenizersBackend, which reads tokenizer.json."
         )
-    return f"{reason}."
+    return f"{reason}. Download the tokenizer's files again."

@@ -87,6 +87,8 @@ def test_a_config_with_wrong_types_is_refused(change, copy):
         ({"architectures": [5]}, r"architectures must be a list of class names, but it is \[5\]"),
         ({"head_dim": "16"}, r"Validation error for field 'head_dim': TypeError: .*'16'"),
         ({"hidden_act": "foo"}, "the value 'foo' is unknown"),
+        ({"dtype": "bf16"}, r"config\.json: dtype must be a data type .* but it is 'bf16'"),
+        ({"torch_dtype": "Tensor"}, r"config\.json: torch_dtype must be a data type of torch"),
         (
             {"vocab_size": 100},
             r"the tensor \S+ in \S+/model\.safetensors has the shape \(320, 64\), but "
@@ -99,6 +101,16 @@ def test_the_error_names_the_wrong_value_of_a_config(change, message, copy):
     (copy / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
         open_engine(copy)
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_dtype": "int8"}])
+def test_the_prefix_that_a_wrapper_added_to_the_names_of_weights_is_named(settings, copy):
+    file = copy / "model.safetensors"
+    weights = {f"_orig_mod.{name}": weight for name, weight in load_file(file).items()}
+    save_file(weights, file)
+    message = r"contain _orig_mod\.lm_head\.weight instead.*added the prefix '_orig_mod\.'"
+    with pytest.raises(ModelError, match=message):
+        open_engine(copy, **settings)
 
 
 def test_a_folder_with_a_gguf_file_says_how_to_use_it(tmp_path):

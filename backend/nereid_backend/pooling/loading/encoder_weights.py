@@ -21,7 +21,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from nereid_backend.checkpoints.load_model import check_unused_weights, describe_wrong_shape
+from nereid_backend.checkpoints.load_model import (
+    check_unused_weights,
+    describe_wrong_shape,
+    remedy_for_missing_weight,
+)
 from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.pooling.loading.checkpoint_spec import (
@@ -81,7 +85,7 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
             model, report = load(
                 **arguments, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-    _check_missing_weights(spec, report["missing_keys"])
+    _check_missing_weights(spec, report["missing_keys"], report["unexpected_keys"])
     _check_unused_weights(spec, report["unexpected_keys"])
     return model
 
@@ -131,18 +135,25 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _check_missing_weights(spec: CheckpointSpec, names: Iterable[str]) -> None:
+def _check_missing_weights(
+    spec: CheckpointSpec, names: Iterable[str], unused: Iterable[str]
+) -> None:
     """Raise a ModelError if the checkpoint lacks weights that the model needs.
 
-    `names` contains the names of the model's weights that are not in the checkpoint. Constant
-    tensors, such as "position_ids", may be missing, because the model computes them.
+    Constant tensors, such as "position_ids", may be missing, because the model computes them.
+
+    Args:
+        spec: the description of the checkpoint.
+        names: the names of the model's weights that are not in the checkpoint.
+        unused: the names of the tensors in the checkpoint that the model does not use.
     """
     missing = sorted(name for name in names if not name.endswith(_SUFFIXES_OF_CONSTANTS))
     if missing:
         raise ModelError(
             f"{spec.folder} lacks {len(missing)} weights that the task {spec.task} needs, such as "
-            f"{missing[0]}. The model's output would be random. Download the checkpoint again, or "
-            "choose another task."
+            f"{missing[0]}. The model's output would be random. "
+            f"{remedy_for_missing_weight(missing[0], sorted(unused))} If the checkpoint is "
+            "complete, choose another task."
         )
 
 

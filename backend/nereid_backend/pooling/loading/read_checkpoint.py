@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
-from nereid_backend.load_checkpoint import check_architectures, check_files
+from nereid_backend.load_checkpoint import check_architectures, check_dtype_name, check_files
 from nereid_backend.pooling.loading.checkpoint_spec import (
     CAUSAL,
     IMAGE_CAUSAL,
@@ -119,6 +119,7 @@ def _embedding_modules(settings: PoolingConfig, modules: list[ModuleSpec]) -> li
 
 def _read_config(folder: Path) -> PretrainedConfig:
     """Return the config of the transformers model in a folder."""
+    check_dtype_name(folder)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

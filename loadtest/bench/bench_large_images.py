@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 from nereid_backend import RequestError
-from nereid_backend.vision.image_process import ImageProcess
+from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
 from nereid_backend.vision.load_processor import load_processor
 from PIL import Image
 from transformers import AutoConfig
@@ -148,7 +148,7 @@ class Worker:
 
     def __init__(self, model: Path) -> None:
         """Start the process, and prepare one small image."""
-        self._process = ImageProcess(_WORKER, str(model))
+        self._process = ImageWorkerHandle(_WORKER, str(model))
         before = _children(os.getpid())
         self._process.warm_up()
         (self._pid,) = _children(os.getpid()) - before

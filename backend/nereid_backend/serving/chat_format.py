@@ -15,7 +15,7 @@ from nereid_parsers import LENIENT, STRICT, Format, NereidParsersError, get_form
 
 from nereid_backend.cache_folder import cache_folder
 from nereid_backend.errors import ConfigError
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 from nereid_backend.serving.chat_template import read_chat_template
 from nereid_backend.serving.serving_settings import NO_FORMAT, ServingSettings
 
@@ -31,7 +31,7 @@ _FORMAT_FILES = (
 
 
 def choose_format(
-    settings: ServingSettings, report: Callable[[str], None] = tensors.progress
+    settings: ServingSettings, report: Callable[[str], None] = triton_api.progress
 ) -> Format | None:
     """Return the chat format of a checkpoint; None if the checkpoint's output is plain text.
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 
 TRACEPARENT = "traceparent"
 """The name of the request parameter that contains the context of the trace."""
@@ -106,7 +106,7 @@ def traceparent_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
     Raises:
         RequestError: a parameter is not UTF-8.
     """
-    return str(tensors.parameters(request).get(TRACEPARENT, ""))
+    return str(triton_api.parameters(request).get(TRACEPARENT, ""))
 
 
 def _make_provider() -> Any:  # noqa: ANN401 - the type of an optional package

@@ -49,11 +49,11 @@ differs between the two probes, and what the analysis finds for the template of 
                      T3  another function            the key `name` contains the name
                      T4 to T7  other arguments       the key `arguments` contains the arguments
                      T8  content before a call       a message can have content and calls
-    parse_renderings.py
+    verify_format.py
                    Parse the renderings with the format. The result must be equal to the probes.
     report.py      Show the comparisons, the format and the samples.
 
-The module checked_format.py combines the findings into a format. For the example, the format has
+The module build_format.py combines the findings into a format. For the example, the format has
 the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
 Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`.
 
@@ -68,13 +68,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nereid_parsers.template.calls.call_renderer import CallRenderer
-from nereid_parsers.template.checked_format import (
+from nereid_parsers.template.build_format import (
     CheckedFormat,
     Findings,
     check_format,
     make_checked_format,
 )
+from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.content import find_content_markers, find_content_markers_beside_calls
 from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN, InputForm
 from nereid_parsers.template.header import find_model_turn

@@ -19,7 +19,7 @@ from nereid_parsers.stream.parser import StreamParser
 from nereid_parsers.template.conversation import TOOLS
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.format_lines import part_lines
-from nereid_parsers.template.parse_renderings import Proof
+from nereid_parsers.template.verify_format import Proof
 
 CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference
 PROMPT_END_CHARS = 80  # the number of characters at the end of a prompt that are shown

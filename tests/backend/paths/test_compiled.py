@@ -62,7 +62,7 @@ def test_a_compiled_model_gives_the_tokens_of_the_model_as_it_is(checkpoint, arc
 
 @pytest.fixture(scope="module")
 def one_layer():
-    """A family of models with one layer, which compiles twice as fast as a model with two layers."""
+    """A family of models with one layer. They compile twice as fast as models with two layers."""
     llama = BY_NAME["llama"]
     return dataclasses.replace(llama, extra={**llama.extra, "num_hidden_layers": 1})
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from backend.serving.fake_server import Request
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 from nereid_backend.serving.tokenizer import request_workers
 from nereid_backend.serving.tokenizer.request_workers import RequestWorkers
 
@@ -23,7 +23,7 @@ class Work:
         if "long" in request.inputs:
             assert self.release.wait(20)
         self.answered.append(request)
-        return tensors.response({"x": request})
+        return triton_api.response({"x": request})
 
     def ask(self, *kinds):
         requests = [Request(**{kind: 1}) for kind in kinds]

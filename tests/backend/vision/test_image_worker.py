@@ -17,8 +17,8 @@ from nereid_backend.serving.tokenizer.image_prompts import (
     may_accept_media,
     take_media,
 )
-from nereid_backend.vision.image_process import ImageProcess
 from nereid_backend.vision.image_worker import _MAX_REQUESTS, ChildProcesses
+from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
 from nereid_backend.vision.large_messages import Message
 from nereid_backend.vision.packed_tensors import pack_images, unpack_images
 
@@ -71,7 +71,7 @@ def test_a_request_is_sent_to_a_new_child_if_the_old_child_has_ended(ask):
 
 
 def test_a_worker_that_has_ended_between_two_requests_is_started_again():
-    process = ImageProcess("nereid_backend.vision.image_worker", str(SEE))
+    process = ImageWorkerHandle("nereid_backend.vision.image_worker", str(SEE))
     try:
         for _ in range(2):
             with pytest.raises(RequestError, match="image 1: the file is not an image"):

@@ -9,7 +9,7 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError
 from nereid_backend.pooling.inputs.image_processors import load_tower_processor
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
-from nereid_backend.vision.image_process import ImageProcess
+from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
 from nereid_backend.vision.packed_tensors import unpack_images
 
 # The worker process for models such as ColPali and for models with an image tower (see
@@ -32,7 +32,7 @@ class TowerImages:
             ModelError: the processor is missing or broken, or pillow is not installed.
         """
         load_tower_processor(spec.folder)
-        self.image_process = ImageProcess(IMAGE_WORKER, str(spec.folder))
+        self.image_process = ImageWorkerHandle(IMAGE_WORKER, str(spec.folder))
         self.num_tokens = num_tokens
 
     def pixels(self, data: bytes) -> Tensor:
@@ -49,7 +49,7 @@ class TowerImages:
 
 
 def prepare_images(
-    process: ImageProcess, text: str, images: Sequence[bytes]
+    process: ImageWorkerHandle, text: str, images: Sequence[bytes]
 ) -> tuple[list[int], ImageInputs]:
     """Prepare the images of a prompt. Return the token ids of the prompt, and the prepared images.
 

@@ -24,7 +24,7 @@ from nereid_backend.pooling.inputs.image_requests import IMAGE_WORKER, prepare_i
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.pooling_items import PoolingItem
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
-from nereid_backend.vision.image_process import ImageProcess
+from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
 
 # The worker process for checkpoints with a chat template. The process expects images in base64.
 _CHAT_IMAGE_WORKER = "nereid_backend.vision.image_worker"
@@ -55,7 +55,7 @@ class ChatPrompts:
                 f"{spec.folder} has no chat template, which a vision-language reranker needs."
             )
         # Images need a separate process, because a damaged image can crash the image decoder.
-        self.image_process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
+        self.image_process = ImageWorkerHandle(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._reranker = reranker
         # A checkpoint without a modules.json is an ordinary chat model, so its prompts end with the
         # beginning of an answer (the generation prompt). sentence-transformers adds a generation
@@ -153,7 +153,7 @@ class RetrievalPrompts:
         Raises:
             ModelError: the processor is missing or broken, or has no prompts for retrieval.
         """
-        self.image_process = ImageProcess(IMAGE_WORKER, str(spec.folder))
+        self.image_process = ImageWorkerHandle(IMAGE_WORKER, str(spec.folder))
         self._processor = load_page_processor(spec.folder, spec.config)
 
     def prepare(self, item: PoolingItem) -> ImagePrompt:

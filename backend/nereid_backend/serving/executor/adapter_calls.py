@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from nereid_backend.errors import NereidError, RequestError
-from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.executor.replica_calls import Answer, Call, ReplicaCalls
-from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.triton_api import Tensors
 
 # The id of the messages that repeat all earlier changes after the restart of an engine process.
 _RESTORED = "restored"
@@ -78,7 +78,7 @@ class AdapterCalls(ReplicaCalls):
         change, so the refusal is only logged.
         """
         if call_id == _RESTORED:
-            tensors.log.error(
+            triton_api.log.error(
                 "after a restart of the engine, a change of its LoRA adapters or of its weights "
                 "could not be repeated: %s",
                 error,

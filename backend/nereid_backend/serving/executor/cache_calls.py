@@ -22,7 +22,7 @@ import numpy as np
 from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import tensor_names
 from nereid_backend.serving.executor.replica_calls import Call, ReplicaCalls
-from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.triton_api import Tensors
 
 _CACHE, _CLIENT, _KEY, _SECONDS = "cache", "client_id", "prompt_cache_key", "seconds"
 _STATISTICS, _EXTEND, _DROP = "statistics", "extend", "drop"

@@ -9,7 +9,7 @@ from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapt
 from nereid_backend.serving.executor.cache_calls import CacheCalls, is_cache_call, is_cache_call_id
 from nereid_backend.serving.executor.replica_calls import ReplicaCalls
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
-from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.triton_api import Tensors
 
 Respond = Callable[[Any, Tensors | Exception], None]
 """Sends a final response to a response sender."""

@@ -16,7 +16,7 @@ from typing import Any
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
-from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.executor.engine_calls import EngineCalls
 from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
@@ -33,8 +33,8 @@ from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.serving_settings import check_single_instance, read_settings
-from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing
+from nereid_backend.serving.triton_api import Tensors
 from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
@@ -75,7 +75,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._feedback = FeedbackReader(settings.max_streams)
             self.processes = start_engines(settings, config)
         except NereidError as error:
-            raise tensors.load_error(error) from error
+            raise triton_api.load_error(error) from error
         self._init_shared_state(config)
         self._init_loop_state(args.get("model_name", "executor"))
         self.start_loop()
@@ -139,16 +139,16 @@ class ExecutorModel(SupervisedModel[Stream]):
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
-        packed_envelope = tensors.array(request, tensor_names.ENVELOPE)
+        packed_envelope = triton_api.array(request, tensor_names.ENVELOPE)
         # A request for text is no operation, even if a client has given it a parameter with the
         # name of an operation, such as "cache".
         if packed_envelope.size <= _MAX_PLACEHOLDER_BYTES:
-            is_queued = self._engine_calls.put(tensors.parameters(request), sender)
+            is_queued = self._engine_calls.put(triton_api.parameters(request), sender)
             if is_queued:
                 return
         envelope = RequestEnvelope.unpack(packed_envelope)
         self._refuse_health_check_during_replacement(envelope)
-        token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
+        token_ids = triton_api.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
         self._open_stream(envelope, token_ids, sender)
 
     def _refuse_health_check_during_replacement(self, envelope: RequestEnvelope) -> None:

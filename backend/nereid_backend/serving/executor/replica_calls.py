@@ -10,7 +10,7 @@ from typing import Any
 
 from nereid_backend.errors import NereidError
 from nereid_backend.serving.process.supervised_model import drain
-from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.triton_api import Tensors
 
 Answer = tuple[Any, Tensors | NereidError]
 """The response sender of a request, and the response to the request."""

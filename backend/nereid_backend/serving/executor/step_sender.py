@@ -11,7 +11,7 @@ from collections.abc import Callable, Sized
 
 import numpy as np
 
-from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
 from nereid_backend.serving.executor.streams import Pacer, Stream
@@ -119,7 +119,7 @@ class StepSender:
         # is sent.
         self._lost_clients.record_sent_step(stream)
         message = self._feedback.sign(state.pack())
-        response = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
-        tensors.send(stream.sender, response, final=state.is_last)
+        response = triton_api.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
+        triton_api.send(stream.sender, response, final=state.is_last)
         if state.is_last:
             self._on_last_step(stream)

@@ -7,11 +7,11 @@ from typing import Any
 
 from nereid_backend.errors import RequestError
 from nereid_backend.serving import pooling_tensor_names as names
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 from nereid_backend.serving.pooling import decode_request
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.pooling_stub import PoolingStub
-from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.triton_api import Tensors
 
 
 class EmbeddingModel(PoolingStub):
@@ -40,7 +40,7 @@ class EmbeddingModel(PoolingStub):
                 f"{names.INPUT_IDS} and {names.PARTS}, but it has {given_names}."
             )
         (tensor_name,) = given
-        if tensor_name != names.INPUT_IDS and tensors.has_tensor(request, names.INPUT_LENGTHS):
+        if tensor_name != names.INPUT_IDS and triton_api.has_tensor(request, names.INPUT_LENGTHS):
             raise RequestError(
                 f"{names.INPUT_LENGTHS}: the lengths belong to {names.INPUT_IDS}, but the request "
                 f"has {tensor_name}. Leave the lengths out."
@@ -82,9 +82,9 @@ class EmbeddingModel(PoolingStub):
         """
         # `read_array` is not used for `input_ids`. It limits the number of elements to the largest
         # number of inputs, but `input_ids` contains several elements for each input.
-        ids = tensors.array(request, names.INPUT_IDS)
+        ids = triton_api.array(request, names.INPUT_IDS)
         lengths = None
-        if tensors.has_tensor(request, names.INPUT_LENGTHS):
+        if triton_api.has_tensor(request, names.INPUT_LENGTHS):
             lengths = self.read_array(request, names.INPUT_LENGTHS)
         max_len = self.text_limit.max_model_len
         truncate = options.get("truncate", False)
@@ -103,7 +103,7 @@ class EmbeddingModel(PoolingStub):
                 json.dumps({"indices": ids.tolist(), "values": weights.tolist()})
                 for ids, weights in outcome.weights
             ]
-            return outputs | {names.SPARSE: tensors.strings(*rows)}
+            return outputs | {names.SPARSE: triton_api.strings(*rows)}
         outputs[names.EMBEDDINGS] = outcome.values
         if outcome.kind == "multi_vector":
             # The array contains the vectors of all inputs, so clients need the number of vectors of

@@ -26,7 +26,7 @@ from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY, TextLimit, check_num_inputs
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving import pooling_tensor_names as names
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 from nereid_backend.serving.pooling.decode_request import decode_texts, parse_options
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.pooling_metrics import PoolingMetrics
@@ -34,8 +34,8 @@ from nereid_backend.serving.process.process_handle import ChildProgram, Limit, r
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.serving_settings import check_single_instance, read_pooling_settings
-from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing, traceparent_of
+from nereid_backend.serving.triton_api import Tensors
 
 _POLL_S = 0.02
 # The loop repeatedly checks whether requests have been cancelled. It checks at most
@@ -102,7 +102,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         Raises:
             RequestError: the tensor is wrong, or has more elements than the queue can contain.
         """
-        values = tensors.array(request, name)
+        values = triton_api.array(request, name)
         check_num_inputs(name, values.size, self._max_inputs)
         return values
 
@@ -153,7 +153,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             if config is not None:  # The settings contain a checkpoint.
                 self._serve_checkpoint(config)
         except NereidError as error:
-            raise tensors.load_error(error) from error
+            raise triton_api.load_error(error) from error
         self._metrics = PoolingMetrics(args.get("model_name", self.kind))
         self._tracing = Tracing(self.kind)
         self.start_loop()
@@ -173,12 +173,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             RequestError: an input is missing or wrong.
             CapacityError: the model has too many requests, or no checkpoint is served.
         """
-        returns_info = bool(tensors.optional_bool(request, names.RETURN_INFO))
+        returns_info = bool(triton_api.optional_bool(request, names.RETURN_INFO))
         has_checkpoint = self.child is not None
         if not has_checkpoint and not returns_info:
             raise CapacityError(self._not_served_message())
         self._check_num_requests()
-        given = [name for name in self.input_names if tensors.has_tensor(request, name)]
+        given = [name for name in self.input_names if triton_api.has_tensor(request, name)]
         can_compute = has_checkpoint and bool(given)
         if returns_info and not can_compute:
             self.respond_later(sender, self._info())
@@ -199,7 +199,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         A job consists of the inputs and the options of one request. If there are no inputs, respond
         without the worker.
         """
-        options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
+        options = parse_options(triton_api.optional_text(request, names.OPTIONS), self.option_types)
         job = self.read_job(request, given, options)
         if job.inputs:
             self._add_job(request, sender, job, returns_info=returns_info)
@@ -264,7 +264,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             outcome = Outcome.from_row(outcome_row)
             outputs = self.build_outputs(outcome)
         except Exception as error:  # noqa: BLE001 - the request ends here and needs a response
-            tensors.log.exception("the outputs of a request failed in the %s", self.title)
+            triton_api.log.exception("the outputs of a request failed in the %s", self.title)
             self.respond(pending.sender, error)
             return
         self._record_success(pending, started, num_tokens=int(outcome.num_tokens.sum()))
@@ -404,7 +404,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         else:
             info = dict(self.child.info)
             info["name"] = self._settings.served_model_name or PurePath(info["model"]).name
-        return {names.INFO: tensors.strings(json.dumps(info))}
+        return {names.INFO: triton_api.strings(json.dumps(info))}
 
     def _not_served_message(self) -> str:
         """Return the message that clients get if no checkpoint is set."""

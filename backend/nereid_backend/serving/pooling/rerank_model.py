@@ -9,7 +9,7 @@ from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving.pooling import decode_request
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.pooling_stub import PoolingStub
-from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.triton_api import Tensors
 
 
 class RerankModel(PoolingStub):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nereid_backend.errors import EngineError, NereidError, RequestError
-from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.feedback import Signal
 from nereid_backend.serving.postprocessor.choice import Choice, ChoiceOutput
@@ -54,7 +54,7 @@ class PostprocessorModel:
             tokenizer = load_tokenizer(settings.model)
             chat_format = choose_format(settings)
         except NereidError as error:
-            raise tensors.load_error(error) from error
+            raise triton_api.load_error(error) from error
         self._format = chat_format
         self._keepalive_s = settings.keepalive_ms / 1000
         self._decode_with_special_tokens = decoder(tokenizer, skip_special_tokens=False)
@@ -81,13 +81,13 @@ class PostprocessorModel:
                 response = self._process_step(request)  # None if the step has no output.
             except Exception as error:  # noqa: BLE001 - the step ends here and needs a response
                 if not isinstance(error, NereidError):
-                    tensors.log.exception(
+                    triton_api.log.exception(
                         "a step of request %s failed in the postprocessor", request.request_id()
                     )
-                response = tensors.error_response(error)
+                response = triton_api.error_response(error)
             # `final=True` ends the Triton request of this step. It does not end the stream, which
             # can have further steps.
-            tensors.send(sender, response, final=True)
+            triton_api.send(sender, response, final=True)
 
     def finalize(self) -> None:
         """Send the recorded spans."""
@@ -121,7 +121,7 @@ class PostprocessorModel:
         Raises:
             RequestError: the step was not signed by an executor.
         """
-        message = tensors.array(request, tensor_names.STATE).tobytes()
+        message = triton_api.array(request, tensor_names.STATE).tobytes()
         address = message.partition(b"\n")[0]  # the address of the executor's shared memory
         streams = self._executors.get(address)
         if streams is None:
@@ -191,10 +191,10 @@ class PostprocessorModel:
         if now - choices.last_response_at < self._keepalive_s:
             return None
         choices.last_response_at = now
-        return tensors.response(
+        return triton_api.response(
             {
-                tensor_names.TEXT_OUTPUT: tensors.strings(""),
-                tensor_names.DELTA: tensors.strings("{}"),
+                tensor_names.TEXT_OUTPUT: triton_api.strings(""),
+                tensor_names.DELTA: triton_api.strings("{}"),
             }
         )
 
@@ -278,12 +278,12 @@ class PostprocessorModel:
         client has requested, such as the finish reasons.
         """
         output_tensors: dict[str, npt.NDArray[Any]] = {
-            tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),
-            tensor_names.DELTA: tensors.json_strings(*(output.delta for output in outputs)),
+            tensor_names.TEXT_OUTPUT: triton_api.strings(*(output.text for output in outputs)),
+            tensor_names.DELTA: triton_api.json_strings(*(output.delta for output in outputs)),
         }
         for name in context.returns:
             output_tensors[name] = self._optional_output(name, context, outputs)
-        return tensors.response(output_tensors)
+        return triton_api.response(output_tensors)
 
     def _optional_output(
         self, name: str, context: StreamContext, outputs: Sequence[ChoiceOutput]
@@ -298,9 +298,9 @@ class PostprocessorModel:
             case tensor_names.FINISH_REASON:
                 reasons = [output.finish_reason or "" for output in outputs]
                 has_ended_choice = any(reasons)
-                return tensors.strings(*reasons) if has_ended_choice else tensors.strings()
+                return triton_api.strings(*reasons) if has_ended_choice else triton_api.strings()
             case tensor_names.LOGPROBS:
-                return tensors.json_strings(
+                return triton_api.json_strings(
                     *(
                         [vllm_entry(row, self._texts) for row in output.logprobs]
                         for output in outputs

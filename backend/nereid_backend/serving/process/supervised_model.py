@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 from nereid_backend.serving.process.channel import pack
 from nereid_backend.serving.process.process_handle import ChildProcess, EngineDiedError
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
-from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.triton_api import Tensors
 
 # If Triton server is killed, its stub processes usually end by themselves within this number of
 # seconds, and delete their shared memory.
@@ -182,7 +182,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             except NereidError as error:
                 self.respond_later(sender, error)
             except Exception as error:  # noqa: BLE001 - the request ends here and needs a response
-                tensors.log.exception(
+                triton_api.log.exception(
                     "request %s failed in the %s", request.request_id(), self.title
                 )
                 self.respond_later(sender, error)
@@ -259,13 +259,13 @@ class SupervisedModel(ABC, Generic[RequestT]):
         accepts no second response, not even an error, so the request would otherwise never end.
         """
         if isinstance(result, Exception):
-            reply = tensors.error_response(result)
+            reply = triton_api.error_response(result)
         else:
-            reply = tensors.response(result)
+            reply = triton_api.response(result)
         try:
-            tensors.send(sender, reply, final=True)
+            triton_api.send(sender, reply, final=True)
         except Exception:  # noqa: BLE001 - the process ends here
-            tensors.log.exception(
+            triton_api.log.exception(
                 "a response could not be sent, so the process exits and must be restarted"
             )
             os._exit(1)
@@ -279,7 +279,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             try:
                 wait_s = self._run_round(wait_s)
             except Exception as error:  # noqa: BLE001 - the thread that sends responses would end
-                tensors.log.exception("the loop of the %s failed", self.title)
+                triton_api.log.exception("the loop of the %s failed", self.title)
                 self._recover(f"the {self.title} failed: {type(error).__name__}: {error}")
         self.end_all(EngineError("the server is shutting down"))
 
@@ -298,7 +298,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         for result in received:
             for kind, *values in result.messages:
                 if kind == "progress":
-                    tensors.progress(*values)
+                    triton_api.progress(*values)
                 else:
                     self.handle(result.process, kind, values)
         # Handle the deaths after all messages. A request to load an adapter, for example, waits for
@@ -373,7 +373,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         try:
             self.end_all(EngineError(problem))
         except Exception:  # noqa: BLE001 - the process ends here
-            tensors.log.exception(
+            triton_api.log.exception(
                 "%s. Its requests cannot be ended, so the process exits and must be restarted",
                 problem,
             )
@@ -414,9 +414,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """
         if all(other.has_given_up for other in self.processes):
             # `outage` is the error message that clients get from now on. It contains the reason.
-            tensors.progress(f"{_RESTART_PREFIX}{self.log_prefix}{self.outage}")
+            triton_api.progress(f"{_RESTART_PREFIX}{self.log_prefix}{self.outage}")
         else:
-            tensors.progress(
+            triton_api.progress(
                 f"the {process.title} is not restarted again. The server continues with fewer "
                 f"processes, until it is restarted. The last reason was: {process.error}"
             )

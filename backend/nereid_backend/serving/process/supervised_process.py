@@ -6,7 +6,7 @@ from typing import Self
 
 from nereid_backend.errors import EngineError, NereidError
 from nereid_backend.serving.process.process_handle import ChildProcess, ChildProgram
-from nereid_backend.serving.tensors import log, progress
+from nereid_backend.serving.triton_api import log, progress
 
 # If the operating system refuses to create a process, the next attempt follows after this number of
 # seconds.

@@ -15,8 +15,8 @@ from nereid_backend.serving.tokenizer.chat_messages import (
     VIDEO_PLACEHOLDER,
 )
 from nereid_backend.vision.audio_parts import audio_url, is_audio_part, read_audio_part
-from nereid_backend.vision.image_process import ImageProcess
 from nereid_backend.vision.image_sources import ImageSources
+from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
 from nereid_backend.vision.messages import IMAGE_FIELDS, IMAGE_TYPES
 from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
@@ -194,7 +194,7 @@ class ImagePrompts:
                 refused.
         """
         self._sources = sources or ImageSources()
-        self._process = ImageProcess("nereid_backend.vision.image_worker", model)
+        self._process = ImageWorkerHandle("nereid_backend.vision.image_worker", model)
 
     def warm_up(self) -> None:
         """Start the process, so that the first request with an image does not wait for the start.

@@ -6,7 +6,7 @@ from typing import Any
 
 from nereid_backend.errors import RequestError
 from nereid_backend.request_field_checks import shown
-from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.tokenizer.request_fields import refuse_unknown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.surrogate_pairs import refuse_surrogates
@@ -26,7 +26,7 @@ def json_object(
         RequestError: the tensor's text is too long, is not a JSON object, or contains half of a
             surrogate pair.
     """
-    text = tensors.optional_text(request, name)
+    text = triton_api.optional_text(request, name)
     if text is None:
         return None
     limits.check_json(name, text)
@@ -97,6 +97,6 @@ def _parameter_fields(request: Any) -> dict[str, Any]:  # noqa: ANN401 - the ser
     # begin with "triton_".
     return {
         name: value
-        for name, value in tensors.parameters(request).items()
+        for name, value in triton_api.parameters(request).items()
         if not name.startswith(_SERVER_PARAMETER_PREFIX) and name != TRACEPARENT
     }

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.tokenizer.image_prompts import (
     ImagePrompts,
     has_image_parts,
@@ -45,7 +45,7 @@ class RequestPrompts:
             RequestError: the messages and the tensor have images, or the request has images, but
                 the served model reads no images.
         """
-        tensor = tensors.optional_array(request, tensor_names.IMAGE)
+        tensor = triton_api.optional_array(request, tensor_names.IMAGE)
         tensor_images = [] if tensor is None else [bytes(image) for image in tensor]
         if self._images is None:  # The served model reads no images.
             if tensor_images:
@@ -123,8 +123,8 @@ class RequestPrompts:
         Raises:
             RequestError: the request has not exactly one of a chat and a text.
         """
-        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        if not tensors.has_tensor(request, tensor_names.INPUT_IDS):
+        text = triton_api.optional_text(request, tensor_names.TEXT_INPUT)
+        if not triton_api.has_tensor(request, tensor_names.INPUT_IDS):
             if body is not None and text is None:
                 return self._prompts.render_chat(body)
             if body is None and text is not None:
@@ -153,7 +153,7 @@ class RequestPrompts:
             RequestError: the request has none or several of the three sources, the source is wrong,
                 or the prompt exceeds a limit.
         """
-        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
+        text = triton_api.optional_text(request, tensor_names.TEXT_INPUT)
         num_kept = read_num_kept(fields, self._prompts.limits.max_model_len)
         ids = read_input_ids(request, self._prompts.limits, num_kept)
         match body, text, ids:
@@ -196,7 +196,7 @@ def read_input_ids(
     Raises:
         RequestError: the request has more token ids than the limit.
     """
-    ids = tensors.optional_array(request, tensor_names.INPUT_IDS)
+    ids = triton_api.optional_array(request, tensor_names.INPUT_IDS)
     if ids is None:
         return None
     if num_kept is not None:

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from nereid_backend.errors import CapacityError, RequestError
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 from nereid_backend.serving.executor.shared_limit import SharedLimit
 
 Item = TypeVar("Item", bound=Hashable)
@@ -183,7 +183,7 @@ class RequestWorkers:
                 f"{self._long_limit.used_by(job.client)} of them from this client. The limit for "
                 f"all clients is {self._long_limit.limit}. Try again later."
             )
-            job.reply = tensors.error_response(error)
+            job.reply = triton_api.error_response(error)
             _send(job)
             return
         self._long_limit.add(job.client, 1)
@@ -217,14 +217,14 @@ class RequestWorkers:
         for job in list(self._long_requests):
             if job.sender.is_cancelled():
                 self._long_requests.remove(job.client, job)
-                job.reply = tensors.error_response(CapacityError("the request was cancelled."))
+                job.reply = triton_api.error_response(CapacityError("the request was cancelled."))
                 self._end_long(job)
 
 
 def _client_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
     """Return the request's parameter `client_id`; "" if the parameter is missing."""
     try:
-        return str(tensors.parameters(request).get("client_id", ""))
+        return str(triton_api.parameters(request).get("client_id", ""))
     except RequestError:
         return ""  # The loop reads the parameters again, and sends the error to the client.
 
@@ -236,9 +236,9 @@ def _send(job: _Job) -> None:
     response, so the request would otherwise never end.
     """
     try:
-        tensors.send(job.sender, job.reply, final=True)
+        triton_api.send(job.sender, job.reply, final=True)
     except Exception:  # noqa: BLE001 - the process ends here
-        tensors.log.exception(
+        triton_api.log.exception(
             "a response could not be sent, so the process exits and must be restarted"
         )
         os._exit(1)

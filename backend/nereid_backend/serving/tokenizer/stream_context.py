@@ -6,7 +6,7 @@ from typing import Any
 
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import RequestError
-from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.tokenizer.prompt_builder import Prompt
 from nereid_backend.serving.tokenizer.read_sampling import RequestOptions
 from nereid_backend.serving.tokenizer.request_grammar import RequestGrammar
@@ -57,8 +57,8 @@ def stream_context(
     """
     prompt, params, options = checked.prompt, checked.params, checked.options
     is_chat = checked.body is not None
-    stream = tensors.optional_bool(request, tensor_names.STREAM) or False
-    excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
+    stream = triton_api.optional_bool(request, tensor_names.STREAM) or False
+    excluded = triton_api.optional_bool(request, tensor_names.EXCLUDE_INPUT)
     forbids_calls = checked.body is not None and checked.body.get("tool_choice") == "none"
     end_of_chat: str | None = None
     seed_token_ids: tuple[int, ...] = ()

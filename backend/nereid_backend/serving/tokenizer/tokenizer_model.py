@@ -15,7 +15,7 @@ import numpy as np
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import NereidError, RequestError
-from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
 from nereid_backend.serving.serving_settings import ServingSettings, read_settings
@@ -62,7 +62,7 @@ class TokenizerModel:
             settings, config = read_settings(args)
             self._load(settings, config)
         except NereidError as error:
-            raise tensors.load_error(error) from error
+            raise triton_api.load_error(error) from error
         if self._image_prompts is not None:
             # Wait until the process that prepares images is ready. The wait does not delay the
             # server, because the engine loads the model at the same time, and loading the model
@@ -81,7 +81,7 @@ class TokenizerModel:
         `__init__` cannot set them, because Triton server creates the model without arguments and
         sends the settings later.
         """
-        tensors.progress(f"loading the tokenizer of {settings.model}")
+        triton_api.progress(f"loading the tokenizer of {settings.model}")
         self._tokenizer = load_tokenizer(settings.model)
         replacement = read_chat_template(settings)  # from the setting chat_template, or None
         if replacement is not None:
@@ -119,10 +119,10 @@ class TokenizerModel:
         try:
             return self._tokenize(request)
         except NereidError as error:
-            return tensors.error_response(error)
+            return triton_api.error_response(error)
         except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
-            tensors.log.exception("request %s failed in the tokenizer", request.request_id())
-            return tensors.error_response(error)
+            triton_api.log.exception("request %s failed in the tokenizer", request.request_id())
+            return triton_api.error_response(error)
 
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Return the response to a request.
@@ -143,7 +143,7 @@ class TokenizerModel:
         checked = self._read_request(request)
         token_ids = checked.prompt.token_ids
         traceparent = self._record_span(request, began, len(token_ids))
-        return tensors.response(
+        return triton_api.response(
             {
                 tensor_names.PROMPT_TOKEN_IDS: np.array(token_ids, dtype=np.int32),
                 tensor_names.ENVELOPE: _make_envelope(request, checked, traceparent).pack(),
@@ -204,7 +204,7 @@ class TokenizerModel:
 
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
         """Return the text of a request's token ids; None without the parameter `return_text`."""
-        parameters = tensors.parameters(request)
+        parameters = triton_api.parameters(request)
         if not parameters.get("return_text"):
             return None
         ids = read_input_ids(request, self._prompt_builder.limits)
@@ -260,15 +260,15 @@ def _asks_for_limits(request: Any) -> bool:  # noqa: ANN401 - the server's own t
     `envelope`.
     """
     prompts = (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT, tensor_names.INPUT_IDS)
-    if any(tensors.has_tensor(request, name) for name in prompts):
+    if any(triton_api.has_tensor(request, name) for name in prompts):
         return False
-    return bool(tensors.parameters(request).get("return_limits"))
+    return bool(triton_api.parameters(request).get("return_limits"))
 
 
 def _json_response(value: dict[str, Any]) -> Any:  # noqa: ANN401 - the server's own type
     """Return a response with a JSON text in the output `envelope`."""
     text = json.dumps(value).encode()
-    return tensors.response({tensor_names.ENVELOPE: np.frombuffer(text, dtype=np.uint8)})
+    return triton_api.response({tensor_names.ENVELOPE: np.frombuffer(text, dtype=np.uint8)})
 
 
 def _is_long(request: Any, *, reads_media: bool) -> bool:  # noqa: ANN401 - the server's own type
@@ -280,10 +280,10 @@ def _is_long(request: Any, *, reads_media: bool) -> bool:  # noqa: ANN401 - the 
         request: the server's request.
         reads_media: whether the served model reads images, videos or audio.
     """
-    if tensors.has_input(request, tensor_names.IMAGE):
+    if triton_api.has_input(request, tensor_names.IMAGE):
         return True
     for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
-        texts = tensors.optional_array(request, name)
+        texts = triton_api.optional_array(request, name)
         for text in texts if texts is not None else ():
             if len(text) > _LONG_PROMPT_BYTES or (reads_media and _MEDIA_MARK.search(text)):
                 return True
@@ -313,5 +313,5 @@ def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the s
     return tuple(
         name
         for name in tensor_names.RETURNABLE
-        if tensors.optional_bool(request, tensor_names.RETURN_PREFIX + name)
+        if triton_api.optional_bool(request, tensor_names.RETURN_PREFIX + name)
     )

@@ -10,7 +10,7 @@ import time
 import pytest
 from backend.serving.fake_server import Request
 from nereid_backend import CapacityError, EngineError
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 from nereid_backend.serving.process import process_handle, supervised_process
 from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
@@ -34,7 +34,7 @@ class EchoModel(SupervisedModel):
     def accept(self, request, sender):
         instruction = request.inputs["instruction"].as_numpy()
         if instruction is None:
-            self.respond_later(sender, {"echo": tensors.strings("nothing")})
+            self.respond_later(sender, {"echo": triton_api.strings("nothing")})
         else:
             request_id = str(id(sender))
             message = [value if value != "ID" else request_id for value in instruction]
@@ -48,7 +48,7 @@ class EchoModel(SupervisedModel):
             self.respond(sender, refusal_error(*rest))
         else:
             process.num_attempts = 0
-            self.respond(sender, {"echo": tensors.strings(*rest)})
+            self.respond(sender, {"echo": triton_api.strings(*rest)})
 
     def do_periodic_work(self):
         if self.defect is not None:

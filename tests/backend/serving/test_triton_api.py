@@ -6,20 +6,20 @@ import sys
 import pytest
 from backend.serving import fake_server  # noqa: F401 - replaces the API of Triton server
 from nereid_backend import RequestError
-from nereid_backend.serving import tensors
+from nereid_backend.serving import triton_api
 
 
 def test_a_character_outside_ascii_reaches_the_log(monkeypatch):
     output = io.BytesIO()
     # In a stub of the server, the encoding of the output is also ASCII.
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
-    tensors.progress("loading /модель \udce9")
+    triton_api.progress("loading /модель \udce9")
     assert output.getvalue() == "nereid: loading /модель \\udce9\n".encode()
 
 
 @pytest.mark.parametrize("character", ["a", "\N{GRINNING FACE}"])
 def test_an_error_message_fits_the_metadata_of_a_grpc_response(character):
-    long = tensors.error_response(
+    long = triton_api.error_response(
         RequestError(f"options: {character * 100_000}. Remove it.")
     ).error.text
     assert long.startswith(f"[INVALID_ARGUMENT] options: {character}")
@@ -27,10 +27,12 @@ def test_an_error_message_fits_the_metadata_of_a_grpc_response(character):
     assert long.endswith(f"{character}. Remove it.")
     assert 3 * len(long.encode()) < 8192
     short = f"options: {character * 100}"
-    assert tensors.error_response(RequestError(short)).error.text == f"[INVALID_ARGUMENT] {short}"
+    assert (
+        triton_api.error_response(RequestError(short)).error.text == f"[INVALID_ARGUMENT] {short}"
+    )
 
 
 @pytest.mark.parametrize("length", [1, 10_000])
 def test_an_error_message_can_be_encoded(length):
-    text = tensors.error_response(RequestError("\ud800" * length)).error.text
+    text = triton_api.error_response(RequestError("\ud800" * length)).error.text
     assert text.encode().startswith(b"[INVALID_ARGUMENT] \\ud800")

@@ -28,10 +28,10 @@ _TIMEOUT_S = 10.0
 _HANG_TIMEOUT_S = 20.0
 
 
-class ImageProcess:
-    """The process that prepares images.
+class ImageWorkerHandle:
+    """Starts the process that prepares images, and sends requests to this process.
 
-    If the process has ended, the next request starts it again.
+    If the process has ended, the next request starts a new process.
     """
 
     def __init__(self, module: str, model: str) -> None:

@@ -9,9 +9,9 @@ from nereid_parsers.format import Format, Sections, Source, Wrapper
 from nereid_parsers.template.content import stripped_markers
 from nereid_parsers.template.marker_lengths import check_marker_lengths
 from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
-from nereid_parsers.template.parse_renderings import ONE_CALL_PROOFS, Proof, parse_renderings
 from nereid_parsers.template.reasoning.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import ToolFindings
+from nereid_parsers.template.verify_format import ONE_CALL_PROOFS, Proof, parse_renderings
 
 _SOURCES = (Source("inferred from the chat template"),)
 

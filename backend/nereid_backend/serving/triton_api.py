@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and builds tensors. Only this module imports the Python API of Triton server."""
+"""Reads requests and builds responses with the Python API of Triton server.
+
+Only this module imports this API.
+"""
 
 import json
 import logging
@@ -20,7 +23,7 @@ Tensors = dict[str, npt.NDArray[Any]]
 """Output tensors by name."""
 
 
-def optional_text(request: Any, name: str) -> str | None:  # noqa: ANN401 - the server's own type
+def optional_text(request: Any, name: str) -> str | None:
     """Return the text of an optional STRING input of shape [1]; None if the input is missing.
 
     Raises:
@@ -36,37 +39,37 @@ def optional_text(request: Any, name: str) -> str | None:  # noqa: ANN401 - the 
     return text
 
 
-def optional_bool(request: Any, name: str) -> bool | None:  # noqa: ANN401 - the server's own type
+def optional_bool(request: Any, name: str) -> bool | None:
     """Return the value of an optional BOOL input of shape [1]; None if the input is missing."""
     value = _single(request, name)
     return None if value is None else bool(value)
 
 
-def has_input(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
+def has_input(request: Any, name: str) -> bool:
     """Return whether the input with the name `name` is present and has at least one element."""
     values = optional_array(request, name)
     return values is not None and values.size > 0
 
 
-def array(request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401 - the server's own type
+def array(request: Any, name: str) -> npt.NDArray[Any]:
     """Return a required input as a one-dimensional array."""
     values = optional_array(request, name)
     assert values is not None, "Triton server refuses requests without a required input"
     return values
 
 
-def has_tensor(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
+def has_tensor(request: Any, name: str) -> bool:
     """Return whether the request has an input with the name `name`. The input may be empty."""
     return pb_utils.get_input_tensor_by_name(request, name) is not None
 
 
-def optional_array(request: Any, name: str) -> npt.NDArray[Any] | None:  # noqa: ANN401
+def optional_array(request: Any, name: str) -> npt.NDArray[Any] | None:
     """Return an optional input as a one-dimensional array; None if the input is missing."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     return None if tensor is None else tensor.as_numpy().reshape(-1)
 
 
-def parameters(request: Any) -> dict[str, Any]:  # noqa: ANN401 - the server's own type
+def parameters(request: Any) -> dict[str, Any]:
     """Return the parameters of a request.
 
     Raises:
@@ -82,12 +85,12 @@ def parameters(request: Any) -> dict[str, Any]:  # noqa: ANN401 - the server's o
     return values
 
 
-def response(tensors: Tensors) -> Any:  # noqa: ANN401 - the server's own type
+def response(tensors: Tensors) -> Any:
     """Return a response with the output tensors `tensors`."""
     return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
 
 
-def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own type
+def error_response(error: Exception) -> Any:
     """Return a response with an error.
 
     A gRPC stream transports only the message of an error, not its code. The message therefore
@@ -99,7 +102,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
     )
 
 
-def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
+def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:
     """Send a response, the final flag, or a response together with the final flag.
 
     The final flag means that no further response follows.
@@ -144,7 +147,7 @@ def progress(line: str) -> None:
     sys.stdout.flush()
 
 
-def _single(request: Any, name: str) -> Any:  # noqa: ANN401 - bytes or a number
+def _single(request: Any, name: str) -> Any:
     """Return the only element of an optional input; None if the input is missing."""
     values = optional_array(request, name)
     if values is None:

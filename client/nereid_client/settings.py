@@ -26,6 +26,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
 
 ClassT = TypeVar("ClassT")
 
@@ -53,20 +54,31 @@ def _raise_settings_errors(labels: Mapping[str, str] | None = None) -> Iterator[
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        requirement = _requirement(first["msg"])
+        requirement = describe_requirement(first)
         # The message must not contain an API key, because messages are logged.
         value = "has another value" if name == "api_key" else f"is {first['input']!r}"
         raise SettingsError(f"{labels.get(name, name)}: {requirement}, but it {value}.") from None
 
 
-def _requirement(message: str) -> str:
-    """Reword a message of pydantic so that it tells what the value of a setting must be.
+_REQUIREMENTS = {
+    "missing": "the key is missing",
+    "extra_forbidden": "this key does not exist",
+    "tuple_type": "the value must be a list",
+    "model_type": "it must be a table",
+}
+"""Maps an error type of pydantic to words for a TOML file, where pydantic's message uses others."""
+
+
+def describe_requirement(error: ErrorDetails) -> str:
+    """Return a text that tells what the value of a setting must be, for an error of pydantic.
 
     Examples: "Input should be a valid integer, unable to parse string as an integer" returns "the
     value must be a valid integer". "String should have at least 1 character" returns "the value
     must have at least 1 character".
     """
-    without_cause = re.sub("^Value error, |, unable to .*", "", message)
+    if error["type"] in _REQUIREMENTS:
+        return _REQUIREMENTS[error["type"]]
+    without_cause = re.sub("^Value error, |, unable to .*", "", error["msg"])
     return re.sub(r"^\w+ should ", "the value must ", without_cause)
 
 

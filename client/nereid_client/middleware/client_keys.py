@@ -32,7 +32,7 @@ from pydantic import (
 
 from nereid_client.errors import ApiError
 from nereid_client.middleware.usage import Usages
-from nereid_client.settings import SettingsError, check_key
+from nereid_client.settings import SettingsError, check_key, describe_requirement
 
 _CHECK_EVERY_S = 1.0
 _MAX_SHARE_LENGTH = 64
@@ -343,7 +343,7 @@ def _read_entry(name: str, table: object, path: Path) -> KeyEntry:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, (name, *first["loc"])))
         raise SettingsError(
-            f"api_key_file: {place} in the file {path} is wrong: {first['msg']}."
+            f"api_key_file: {place} in the file {path} is wrong: {describe_requirement(first)}."
         ) from None
 
 

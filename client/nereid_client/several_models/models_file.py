@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from nereid_client.settings import SettingsError
+from nereid_client.settings import SettingsError, describe_requirement
 from nereid_client.several_models.model_memory import (
     ModelMemory,
     default_kv_cache,
@@ -197,9 +197,12 @@ def _read_entry(name: str, table: object, path: Path) -> ModelEntry:
     try:
         entry = ModelEntry.model_validate(table)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
         place = ".".join(map(str, (name, *first["loc"])))
-        raise SettingsError(f"{place} in the file {path} is wrong: {first['msg']}.") from None
+        value = "" if first["type"] == "missing" else f", but it is {first['input']!r}"
+        raise SettingsError(
+            f"{place} in the file {path} is wrong: {describe_requirement(first)}{value}."
+        ) from None
     if "served_model_name" in entry.settings:
         raise SettingsError(
             f"{name}.served_model_name in the file {path} is wrong: the name of a model is the "

@@ -87,7 +87,7 @@ def test_a_damaged_change_leaves_the_previous_keys_valid(write, caplog):
         ("", "contains no API key"),
         ("[a]\nweight = 1", "give exactly one of key and key_sha256"),
         ('[a]\nkey = "k"\nweight = 0', "a.weight"),
-        ('[a]\nkey = "k"\nrequests = 5', "a.requests"),
+        ('[a]\nkey = "k"\nrequests = 5', "this key does not exist"),
         (f'[a]\nkey = "k"\nrequests_per_minute = {10**400}', "a.requests_per_minute"),
         ('[a]\nkey = "k\\n"', "no line end"),
         ('[a]\nkey = "k"\n[b]\nkey = "k"', "the same key twice"),

@@ -138,9 +138,10 @@ def test_tables_become_models_in_order(tmp_path):
     [
         ("", "at least one language model"),
         ("x", "cannot be read"),
-        ('[a]\nkind = "llm"', "a.model .* is wrong: Field required"),
+        ('[a]\nkind = "llm"', "a.model .* is wrong: the key is missing"),
         ('[a]\nmodel = "b"\nkind = "vision"', "a.kind .* is wrong"),
-        ('[a]\nmodel = "b"\nidle_unload_s = -1', "a.idle_unload_s .* is wrong"),
+        ('[a]\nmodel = "b"\nidle_unload_s = -1', "a.idle_unload_s .* is wrong: .* it is -1"),
+        ('[a]\nmodel = "b"\naliases = "c"', "the value must be a list, but it is 'c'"),
         ('[a]\nmodel = "b"\nserved_model_name = "c"', "name of a model is the name of its table"),
         ('[a]\nmodel = "b"\nlora_adapters = "a=/x"', "the name 'a' twice"),
         (
@@ -150,7 +151,7 @@ def test_tables_become_models_in_order(tmp_path):
         ('[a]\nmodel = "b"\naliases = ["c"]\n[c]\nmodel = "b"', "the name 'c' twice"),
         ('["a/b"]\nmodel = "b"\n["a-b"]\nmodel = "b"', "too similar"),
         ('[a]\nmodel = "b"\n[a-executor]\nmodel = "b"', "too similar"),
-        ("a = 5", "a .* is wrong"),
+        ("a = 5", "a .* is wrong: it must be a table, but it is 5"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_table(tmp_path, text, words):

@@ -317,6 +317,22 @@ def test_settings_of_sentence_transformers_that_would_change_the_vectors_are_ref
 
 
 @pytest.mark.parametrize(
+    "names", [("config_args", "tokenizer_args"), ("config_kwargs", "processor_kwargs")]
+)
+def test_arguments_for_the_config_and_the_tokenizer_are_used_as_in_sentence_transformers(
+    names, encoder_of, texts, tmp_path
+):
+    folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
+    config_arguments = {"num_hidden_layers": 1, "revision": "main", "trust_remote_code": True}
+    settings = {names[0]: config_arguments, names[1]: {"model_max_length": 8}}
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20} | settings))
+    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    embedder = Embedder(str(folder), num_threads=1)
+    found = embedder.encode(texts, truncate=True)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
     ("file", "settings", "limit"),
     [
         ("sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 9}}}, 9),

@@ -6,6 +6,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.pooling.loading.checkpoint_spec import TOKENS, CheckpointSpec
+from nereid_backend.pooling.loading.sentence_modules import read_tokenizer_arguments
 from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
     describe_tokenizer_error,
@@ -25,7 +26,10 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            spec.folder, local_files_only=True, trust_remote_code=False
+            spec.folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            **read_tokenizer_arguments(spec.folder),
         )
     except Exception as error:
         # If a file is broken, the tokenizers library raises a plain Exception, not a subclass.

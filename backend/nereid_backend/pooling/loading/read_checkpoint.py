@@ -35,8 +35,10 @@ from nereid_backend.pooling.loading.sentence_modules import (
     find_config,
     is_embedder,
     read_json,
+    read_loading_arguments,
     read_modules,
     read_settings,
+    read_tokenizer_arguments,
 )
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.vision.load_processor import has_chat_template, has_processor
@@ -121,9 +123,12 @@ def _read_config(folder: Path) -> PretrainedConfig:
     """Return the config of the transformers model in a folder."""
     check_dtype_name(folder)
     try:
+        arguments = read_loading_arguments(folder, "config_kwargs", "config_args")
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            folder, local_files_only=True, trust_remote_code=False, **arguments
         )
+    except ModelError:
+        raise
     except Exception as error:
         # A config with values of wrong types can cause any exception in transformers.
         raise UnsupportedModelError(
@@ -156,7 +161,12 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
     tokenizer_arguments = _tokenizer_arguments(settings)
     if not takes_messages:
         _check_tokenizer_arguments(spec.folder, tokenizer_arguments)
-    length = tokenizer_arguments.get("max_length", settings.get("max_seq_length"))
+    lengths = (
+        tokenizer_arguments.get("max_length"),
+        read_tokenizer_arguments(spec.folder).get("model_max_length"),
+        settings.get("max_seq_length"),
+    )
+    length = next((value for value in lengths if value is not None), None)
     return replace(
         spec,
         takes_messages=takes_messages,

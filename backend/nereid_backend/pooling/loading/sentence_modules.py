@@ -20,6 +20,11 @@ SENTENCE_CONFIG_FILE = "config_sentence_transformers.json"
 # Example: sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
 
+# The arguments of from_pretrained that only select files, or permit the code of a checkpoint.
+_FILE_ARGUMENTS = {
+    *("revision", "code_revision", "subfolder", "cache_dir", "token", "use_auth_token"),
+    *("local_files_only", "trust_remote_code", "force_download"),
+}
 # The packages whose modules have the names below. A class of another package, such as
 # "custom_st.Transformer", can compute something else.
 _PACKAGES = ("sentence_transformers", "pylate")
@@ -148,6 +153,27 @@ def read_settings(folder: Path) -> dict[str, Any]:
         if content:
             return content
     return {}
+
+
+def read_loading_arguments(folder: Path, *names: str) -> dict[str, Any]:
+    """Return arguments with which sentence-transformers calls transformers' from_pretrained.
+
+    Arguments that only select files are left out. Example: the settings {"config_args":
+    {"is_decoder": true, "revision": "main"}} and the name "config_args" return
+    {"is_decoder": True}.
+
+    Args:
+        folder: the folder of the transformers model.
+        names: the names of the setting, of which versions of sentence-transformers have one each.
+    """
+    settings = read_settings(folder)
+    arguments: dict[str, Any] = next((settings[name] for name in names if settings.get(name)), {})
+    return {name: value for name, value in arguments.items() if name not in _FILE_ARGUMENTS}
+
+
+def read_tokenizer_arguments(folder: Path) -> dict[str, Any]:
+    """Return the arguments with which sentence-transformers loads the tokenizer in a folder."""
+    return read_loading_arguments(folder, "processor_kwargs", "tokenizer_args")
 
 
 def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:

@@ -54,10 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return 1
     except (NereidParsersError, OSError, ValueError) as error:
+        message = str(error)
         if isinstance(error, OSError) and error.filename is None:
             # The standard output cannot be written. Example: the disk is full.
             _discard_output()
-        sys.stderr.write(f"nereid_parsers: {error}\n")
+        elif isinstance(error, OSError):
+            message = f"The file {error.filename} cannot be read ({error.strerror})."
+        sys.stderr.write(f"nereid_parsers: {message}\n")
         return _EXIT_ERROR
 
 

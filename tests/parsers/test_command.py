@@ -84,6 +84,14 @@ def test_a_missing_file_is_reported_in_one_line(capsys):
     assert "no/such/file" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_checkpoint_is_not_reported_as_a_plain_format(capsys, tmp_path):
+    assert main(["template", str(tmp_path)]) == 2
+    assert f"The folder {tmp_path} has no chat template and no config" in capsys.readouterr().err
+    (tmp_path / "chat_template.jinja").write_text("{{")
+    assert main(["template", str(tmp_path)]) == 0
+    assert "The chat template cannot be analysed" in capsys.readouterr().out
+
+
 def test_a_template_is_analysed(capsys, tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text(

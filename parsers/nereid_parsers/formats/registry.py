@@ -276,8 +276,8 @@ def _unknown_format(name: str, names: Iterable[str]) -> UnknownFormatError:
     similar = difflib.get_close_matches(normalize(name), list(names), n=4, cutoff=0.5)
     hint = f" Similar names: {', '.join(similar)}." if similar else ""
     return UnknownFormatError(
-        f"There is no format with the name {name!r}.{hint} nereid_parsers.format_names() returns "
-        "all names."
+        f"There is no format with the name {name!r}.{hint} The command `python -m nereid_parsers "
+        "formats` lists all names."
     )
 
 

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nereid_parsers.errors import NereidParsersError
+from nereid_parsers.errors import FormatError, NereidParsersError
 from nereid_parsers.template.checkpoint import format_for_checkpoint
+from nereid_parsers.template.checkpoint_files import read_checkpoint
 from nereid_parsers.template.page import report_page
 from nereid_parsers.template.report import (
     Paint,
@@ -122,6 +123,12 @@ def run(options: argparse.Namespace) -> int:
         )
         return _WRONG_ARGUMENTS
     chosen = format_for_checkpoint(path)
+    has_format = chosen.source != "plain" or read_checkpoint(path).template is not None
+    if not has_format and not Path(path, "config.json").is_file():
+        raise FormatError(
+            f"The folder {path} has no chat template and no config.json. Give the folder of a "
+            "checkpoint."
+        )
     why = f"Source of the format: {chosen.source}. {chosen.why}"
     report = report_of(path, why, chosen.format, chosen.analysis)
     _write_report(report, options)

@@ -29,6 +29,7 @@ from nereid_backend.loading_progress import no_progress
 from nereid_backend.main_memory import available_memory, format_bytes
 from nereid_backend.model.forward_path.length_limits import model_limit
 from nereid_backend.model.memory.weight_memory import memory_by_setting
+from nereid_backend.pooling.loading.sentence_modules import read_modules
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.text.load_decoder import load_decoder
@@ -64,7 +65,7 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
     files = _run_check("files", _describe_files, path)
     if not files["ok"]:
         return [files]
-    folder = Path(checkpoint_folder(path))
+    folder = _model_folder(path)
     weights = _run_check("weights", _describe_weights, folder)
     findings = [files, _run_check("architecture", _describe_architecture, folder), weights]
     if weights["ok"]:
@@ -87,8 +88,18 @@ def _run_check(check: str, describe_part: Callable[[_Path], str], path: _Path) -
         return {"check": check, "ok": False, "finding": str(error)}
 
 
-def _describe_files(path: str) -> str:
+def _model_folder(path: str) -> Path:
+    """Return the folder with the config and the weights of a checkpoint or a GGUF file.
+
+    In some checkpoints of sentence-transformers, it is a subfolder, which modules.json names.
+    """
     folder = Path(checkpoint_folder(path))
+    modules = [] if (folder / "config.json").is_file() else read_modules(folder)
+    return modules[0].folder if modules else folder
+
+
+def _describe_files(path: str) -> str:
+    folder = _model_folder(path)
     check_files(folder)
     if (folder / GGUF_LINK).is_file():
         return f"a GGUF file. Its config and tokenizer are in {folder}"
@@ -163,6 +174,9 @@ def _describe_path(path: str) -> str:
     try:
         return _describe_pooling_model(path)
     except NereidError:
+        # Only embedding models and rerankers have modules.
+        if (Path(path) / "modules.json").is_file():
+            raise
         raise language_model_error from None
 
 

@@ -41,6 +41,31 @@ def test_a_pooling_model_is_loaded_as_such(model, task):
     assert finding["finding"].endswith(f"Task: {task}. Data type: float32")
 
 
+def test_an_embedding_model_in_a_subfolder_is_described(tmp_path):
+    demo = Path(__file__).parents[3] / "demo" / "embed"
+    shutil.copytree(demo, tmp_path / "0_Transformer")
+    modules = [
+        {"idx": 0, "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    found = describe(str(tmp_path))
+    assert all(finding["ok"] for finding in found)
+    modules.append({"idx": 1, "path": "1_CNN", "type": "sentence_transformers.models.CNN"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    finding = by_check(describe(str(tmp_path), loads=True))["files"]
+    assert "the module CNN is not supported" in finding["finding"]
+
+
+def test_the_error_of_an_embedding_model_that_cannot_be_loaded_is_its_own(tmp_path):
+    demo = Path(__file__).parents[3] / "demo" / "embed"
+    shutil.copytree(demo, tmp_path, dirs_exist_ok=True)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules.append({"idx": 9, "path": "9_CNN", "type": "sentence_transformers.models.CNN"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    finding = by_check(describe(str(tmp_path), loads=True))["forward path"]
+    assert "the module CNN is not supported" in finding["finding"]
+
+
 def test_a_gguf_file_is_described(tmp_path):
     file = write_gguf(BY_NAME["llama"].save(tmp_path / "llama"), "llama", "Q8_0")
     found = by_check(describe(str(file)))

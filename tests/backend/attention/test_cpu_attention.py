@@ -158,7 +158,7 @@ def test_stored_rows_are_gathered_as_from_a_plain_cache():
     torch.testing.assert_close(found[1][0][0, :, :20], key.transpose(0, 1), atol=0, rtol=0)
 
 
-def test_the_error_for_a_failing_compiler_contains_its_output(monkeypatch, tmp_path):
+def test_the_error_for_a_failing_compiler_contains_its_output(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++\n")
@@ -167,6 +167,8 @@ def test_the_error_for_a_failing_compiler_contains_its_output(monkeypatch, tmp_p
     with pytest.raises(compile_kernels.KernelBuildError, match="failed"):
         load_kernels.load_library()
     assert not list((tmp_path / "nereid").iterdir())
+    # A program that compiles for a minute tells its user.
+    assert "nereid: compiling the CPU kernels" in capsys.readouterr().err
 
 
 def test_without_a_compiler_the_error_names_the_supported_compilers(monkeypatch):

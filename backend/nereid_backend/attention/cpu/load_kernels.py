@@ -2,11 +2,11 @@
 """Loads the CPU kernels for the best instruction set that the processor supports.
 
 A wheel contains libraries for the usual instruction sets (see hatch_build.py). If none of these
-libraries is suitable, the kernels are built. The build takes some seconds. It needs a C++ compiler,
-but no torch headers, because the kernels and torch exchange only plain C types. The built library
-is stored in a cache folder. Its name contains the instruction set and a hash of all inputs of the
-build. The functions of a library are loaded as global symbols, so that models that AOTInductor has
-compiled can call these functions.
+libraries is suitable, the kernels are built. The build takes up to a minute. It needs a C++
+compiler, but no torch headers, because the kernels and torch exchange only plain C types. The built
+library is stored in a cache folder. Its name contains the instruction set and a hash of all inputs
+of the build. The functions of a library are loaded as global symbols, so that models that
+AOTInductor has compiled can call these functions.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import platform
 import re
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +178,9 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     if openmp is not None:
         flags.append("-fopenmp")
         libraries.append(openmp)
+    # Without this line, a first start would seem to hang, because compiling can take a minute.
+    line = f"nereid: compiling the CPU kernels with {compiler}; later starts use the result"
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the operator's terminal
     compile_library(compiler, flags, libraries, path)
     logger.info("The CPU kernels were built: %s.", path)
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import httpx
 import jsonschema
+import pytest
+
+pytestmark = pytest.mark.triton
 
 NUM_CASES = int(os.environ.get("STRICT_CASES", "60"))
 CONCURRENT = 16

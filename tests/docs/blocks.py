@@ -45,7 +45,7 @@ class Ports:
         """Return `text` with the documented addresses replaced.
 
         Example: "curl http://127.0.0.1:9000/v1/models" -> "curl http://127.0.0.1:41234/v1/models".
-        Pages start a second frontend on port 9100.
+        The port 9100, on which some pages start a second frontend, is replaced like the port 9000.
         """
         documented = {8000: self.http, 8001: self.grpc, 8002: self.metrics}
         documented |= {9000: self.openai, 9100: self.openai}

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from docs_tools import build_site, check_prose  # noqa: E402 - after the path
+from docs_tools import build_site, check_prose  # noqa: E402 - sys.path is changed first
 
 
 @pytest.fixture

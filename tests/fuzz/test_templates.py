@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 - load_tokenizer keeps it out of processes that have not loaded it
+import torch  # noqa: F401 - load_tokenizer prevents a later import
 from fuzz.values import damaged, mutated, odd
 from nereid_backend.errors import RequestError
 from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder, load_tokenizer

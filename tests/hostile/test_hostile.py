@@ -34,7 +34,7 @@ def is_for_the_frontend(attack):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A frontend with a fake backend and two API keys. It stores a response of the other client."""
+    """A frontend with a fake backend and two API keys. It stores a response of another client."""
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(KEYS)
     with live_frontend(FakeBackend(), api_key_file=str(keys), receive_timeout_s=1) as port:

@@ -53,7 +53,7 @@ FAULTS = {
 
 
 def recite(faults=()):
-    """Return the function that answers the requests with the numbered tokens.
+    """Return a function that answers requests with numbered tokens.
 
     If there are `faults`, every other stream contains the next fault.
     """

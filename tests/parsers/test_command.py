@@ -1,4 +1,4 @@
-"""Tests of the command line."""
+"""Tests of the command line of the parsers."""
 
 import io
 import json

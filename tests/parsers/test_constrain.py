@@ -397,7 +397,7 @@ def test_keywords_that_xgrammar_ignores_because_of_other_keywords_are_listed(sch
     xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
     from xgrammar.testing import _is_grammar_accept_string
 
-    # If this assertion fails, xgrammar has learnt to enforce the keyword.
+    # If this assertion fails, the installed version of xgrammar enforces the keyword.
     grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema))
     assert _is_grammar_accept_string(grammar, text)
 
@@ -421,7 +421,7 @@ def test_keywords_that_xgrammar_ignores_without_a_type_are_listed(schema, text):
     xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
     from xgrammar.testing import _is_grammar_accept_string
 
-    # If this assertion fails, xgrammar has learnt to enforce the keyword.
+    # If this assertion fails, the installed version of xgrammar enforces the keyword.
     grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema))
     assert _is_grammar_accept_string(grammar, text)
 

@@ -1,7 +1,7 @@
-"""Tests with random text: the rules of leniency do not depend on pieces and change no prose.
+"""Tests with random text: the rules for unusual spellings give the same result for all pieces.
 
-The texts arrive in pieces. They consist of the unusual spellings in test_leniency.py, of parts of
-these spellings, and of prose.
+The texts arrive in random pieces. They consist of the unusual spellings in test_leniency.py, of
+parts of these spellings, and of prose. Prose must stay unchanged.
 """
 
 import pytest

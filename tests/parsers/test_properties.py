@@ -1,4 +1,4 @@
-"""Tests with random text: no exception, no lost text, and the same result for all pieces.
+"""Tests that random text causes no exception, is never lost, and may arrive in any pieces.
 
 The environment variable NEREID_EXAMPLES sets the number of texts for each format.
 """

@@ -167,7 +167,7 @@ def test_the_error_for_a_failing_compiler_contains_its_output(monkeypatch, tmp_p
     with pytest.raises(compile_kernels.KernelBuildError, match="failed"):
         load_kernels.load_library()
     assert not list((tmp_path / "nereid").iterdir())
-    # A program that compiles for a minute tells its user.
+    # The compilation may take a minute, so the user gets a message.
     assert "nereid: compiling the CPU kernels" in capsys.readouterr().err
 
 

@@ -216,7 +216,7 @@ def test_a_compiled_forward_pass_reads_the_block_table_of_each_group(model):
 
 
 def layers(kinds: str, **sizes) -> list[LayerSpec]:
-    """Return one layer for each letter: F for full attention, W for a window, C for a chunk."""
+    """Return a layer for each letter of `kinds`: full attention (F), window (W) or chunk (C)."""
     windows = {"F": LayerWindow(), "W": LayerWindow(size=64), "C": LayerWindow(chunk=32)}
     shape = {"num_heads": 8, "num_kv_heads": 4, "key_dim": 16, "value_dim": 16, **sizes}
     return [LayerSpec(**shape, window=windows[kind]) for kind in kinds]

@@ -1,4 +1,4 @@
-"""The shares of the clients in the token budget of one step."""
+"""Tests of the shares of the clients in the token budget of one step."""
 
 from backend.core.test_scheduler import make_sequence
 from nereid_backend.core.prefill_shares import PrefillShares

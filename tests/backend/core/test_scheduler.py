@@ -391,7 +391,7 @@ def test_guessing_stops_for_a_request_that_it_does_not_help():
     for step in range(60):
         plan = scheduler.plan()
         widths.append(plan.num_tokens)
-        # No draft is right, because a new token follows each 2, 3, 4.
+        # Each draft is wrong, because the tokens 2, 3, 4 are followed by another token each time.
         commit(scheduler, plan, token=[2, 3, 4, 100 + step][step % 4])
     assert max(widths[1:24]) > 1
     assert max(widths[30:55]) == 1

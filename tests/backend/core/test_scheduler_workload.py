@@ -72,7 +72,7 @@ KINDS = {
 
 
 def longest_sequence(scheduler: Scheduler, step_tokens: int | None) -> int:
-    """Return the longest length, at most 80, for which the pool has enough blocks."""
+    """Return the length of the longest sequence that fits into the pool, at most 80 tokens."""
     return max(
         length
         for length in range(81)
@@ -204,7 +204,7 @@ class Workload:
 def test_random_workloads_end_each_sequence_once_with_the_right_answer(
     kind, num_blocks, max_num_seqs, monkeypatch
 ):
-    # The prompts of the workload are short, so snapshots need short distances.
+    # The prompts of the workload are short, so snapshots must be allowed at short distances.
     monkeypatch.setattr(state_snapshots, "_INTERVAL", 2)
     monkeypatch.setattr(state_snapshots, "_MIN_DISTANCE", 1)
     settings = dict(KINDS[kind])
@@ -218,7 +218,7 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
         max_num_batched_tokens=13,
         **settings,
     )
-    # If sequences free blocks, a sequence may be longer than the pool.
+    # If sequences free blocks while they run, a sequence may have more tokens than the pool.
     longest = longest_sequence(scheduler, None if "whole" in kind else 13)
     workload = Workload(num_blocks, scheduler, longest, broken=0.02)
     workload.run(NUM_REQUESTS, cancelled=0.04)

@@ -3,8 +3,8 @@
     python tests/backend/engine/disk_soak.py --models llama qwen3_next --seconds 60
 
 A child process answers chats that share their beginnings, and is killed at random times. The next
-child continues with the files of the earlier ones. Every answer must equal the answer of an engine
-without a prefix cache.
+child continues with the files of the earlier children. Every answer must equal the answer of an
+engine without a prefix cache.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _DISK_BYTES = 400_000
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts, many of which have a long prefix in common with others."""
+    """Return prompts, many of which share a long prefix with other prompts."""
     rng = random.Random(1)
     stems = [[rng.randrange(3, VOCAB_SIZE) for _ in range(90)] for _ in range(4)]
     return [

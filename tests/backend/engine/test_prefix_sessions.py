@@ -1,4 +1,4 @@
-"""Cached prefixes of sessions stay in the cache longer than other cached prefixes."""
+"""Tests that cached prefixes of sessions stay in the cache longer than other cached prefixes."""
 
 import pytest
 from backend.exactness import make_prompts, open_engine

@@ -39,7 +39,7 @@ class ScriptedRunner:
 
     Attributes:
         wrong: the probability that the next step gets a wrong token.
-        faulty: the probability that a step fails in `sample`, and that it fails in `finish`.
+        faulty: the probability that `sample` fails, and also the probability that `finish` fails.
         num_ahead: the number of steps that began while another step was running.
     """
 
@@ -295,7 +295,7 @@ def request_of(name, prompt, max_tokens=9, **params):
 def result_of(plan, token=7, **others):
     """Return a result with `token` for each chunk that samples.
 
-    `others` contains different results for some requests, by the name of the request.
+    `others` maps the names of some requests to results that replace this result.
     """
     names = [chunk.sequence.request_id for chunk in plan.chunks if chunk.samples]
     sampled = [others.get(name, Sampled([token], [-1.0])) for name in names]

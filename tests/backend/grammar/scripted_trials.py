@@ -1,6 +1,7 @@
 """A trial server in which the source of a grammar determines the outcome of its trial.
 
-Usage: `python scripted_trials.py FD TIMEOUT_S`
+Usage: `python scripted_trials.py FD TIMEOUT_S`. FD is the file descriptor of the connection, and
+TIMEOUT_S is the time limit of a trial in seconds.
 """
 
 import os

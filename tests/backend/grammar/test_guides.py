@@ -68,7 +68,7 @@ def test_the_stricter_of_two_bounds_of_a_side_is_kept(guide, vocabulary):
         ({"type": "number", "minimum": -1e308, "maximum": 1e308}, "-5.5", str(10**309)),
         ({"type": "number", "exclusiveMaximum": 1e300}, "-5.5", str(10**300)),
         ({"type": ["integer", "null"], "maximum": 10**400}, "-5", "1.5"),
-        # `additionalItems` has no meaning without a list in `items`.
+        # In JSON Schema, `additionalItems` has no effect if `items` is not a list.
         ({"type": "array", "prefixItems": [{"const": 1}], "additionalItems": False}, "[1]", "[2]"),
     ],
 )

@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
     def __init__(self, dim, outputs, dtype, kind="merged"):
         super().__init__()
-        # All merged layers except the last must have as many outputs as fill whole panels.
+        # The outputs of all merged layers except the last must fill whole panels of 16 outputs.
         sizes = (16 * outputs, 16, outputs)
         self.parts = nn.ModuleList([nn.Linear(dim, size, dtype=dtype) for size in sizes])
         self.plain = [part.weight.detach().double() for part in self.parts]

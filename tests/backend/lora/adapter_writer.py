@@ -15,7 +15,7 @@ _ALPHA = 8
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers that every architecture allows an adapter to change."""
+    """Return the names of the linear layers that an adapter can change in every architecture."""
     head = model.get_output_embeddings()
     return [
         name

@@ -107,7 +107,7 @@ def test_an_engine_without_requests_checks_the_library_when_it_is_called(engine,
         assert not engine.has_work()
         assert engine.step() == []
         num_calls += 1
-    # Each call computes at most one step of the check.
+    # Each call of `engine.step` computes at most one step of the check.
     assert len(steps) <= num_calls
     assert engine._parts.runner._path._compiled is not None
     before = len(steps)

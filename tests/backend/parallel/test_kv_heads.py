@@ -12,7 +12,7 @@ HEAD_DIM = 8
 
 
 def make_model(num_kv_heads):
-    """Return a Qwen 2 model, whose layers k_proj and v_proj have biases."""
+    """Return a Qwen 2 model, whose layers `k_proj` and `v_proj` have biases."""
     config = AutoConfig.for_model(
         "qwen2",
         hidden_size=8 * HEAD_DIM,

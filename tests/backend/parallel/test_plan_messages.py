@@ -1,4 +1,4 @@
-"""Tests that the forward passes of the other ranks read the same tensors as rank 0 does."""
+"""Tests that the forward passes of all ranks read the same tensors."""
 
 import random
 

@@ -30,7 +30,7 @@ from torch import nn
 
 
 def wait_until(condition, timeout_s=30.0):
-    """Wait until `condition()` is true, and return its last value."""
+    """Wait until `condition()` is true or the time is over, and return its last value."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

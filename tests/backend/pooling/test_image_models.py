@@ -75,7 +75,7 @@ def test_scores_of_images_and_texts_equal_those_of_transformers(folder):
 
 
 def test_a_query_cannot_choose_the_place_of_an_image(folder):
-    # The marker for an image was not random in an earlier version. A query could contain it.
+    # In an earlier version, the marker for an image was always the same. A query could contain it.
     query = "what is mark7image7mark?"
     reranker = Reranker(str(folder), num_threads=1)
     image = picture(5)

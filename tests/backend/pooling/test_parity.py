@@ -20,7 +20,7 @@ def cosines(found, wanted):
 
 
 def wanted_rows(folder, texts):
-    """Return the token vectors of each text alone, by transformers with eager attention."""
+    """Let transformers compute the token vectors of each text alone, with eager attention."""
     kind = T5EncoderModel if "t5" in folder.name else AutoModel
     model = kind.from_pretrained(folder, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -130,7 +130,7 @@ def test_the_problem_type_of_a_classifier_selects_its_activation(
 
 
 def judged(folder, prompts):
-    """Return the probability of "yes" instead of "no" after each prompt, by transformers."""
+    """Let transformers compute the probability of "yes" instead of "no" after each prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []

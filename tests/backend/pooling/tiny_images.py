@@ -130,7 +130,7 @@ def user(*parts: str | Image.Image) -> dict:
 
 @torch.inference_mode()
 def last_vectors(folder: Path, chats: list[list[dict]]) -> np.ndarray:
-    """Return the vector of the last token of each chat, computed by transformers, with length 1."""
+    """Let transformers compute the vector of the last token of each chat, scaled to length 1."""
     model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
     rows = []
     for messages in chats:
@@ -141,7 +141,7 @@ def last_vectors(folder: Path, chats: list[list[dict]]) -> np.ndarray:
 
 @torch.inference_mode()
 def answer_logits(folder: Path, query: str, documents: list[str | Image.Image]) -> list[float]:
-    """Return logit("yes") - logit("no") for each document, computed by transformers."""
+    """Let transformers compute logit("yes") - logit("no") for each document."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = load_processor(folder, AutoConfig.from_pretrained(folder))
     yes, no = processor.tokenizer.convert_tokens_to_ids(["yes", "no"])

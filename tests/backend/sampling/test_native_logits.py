@@ -97,7 +97,7 @@ def test_rows_that_are_no_distribution_give_some_token_and_leave_their_neighbour
 @pytest.mark.parametrize("height", [1, 2, 4])
 def test_draws_are_those_that_torch_makes_without_the_kernels(wish, height, monkeypatch):
     torch.manual_seed(0)
-    # A smaller factor makes the distribution flatter, so that the filters keep more tokens.
+    # A smaller `height` makes the distribution flatter, so that the filters keep more tokens.
     logits = torch.randn(200, 5000) * height
     batch = SamplingBatch(
         np.full(200, 0.8, np.float32),

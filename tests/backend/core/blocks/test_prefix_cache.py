@@ -71,8 +71,8 @@ def test_another_salt_finds_nothing(pool, cache):
 
 
 def test_a_salt_that_looks_like_a_blocks_name_leads_to_no_other_block(pool, cache):
-    # If a salt were hashed in the same way as the digest of a block, a digest as the salt would
-    # make the second block of `sequence` equal to the first block of a new sequence.
+    # If a salt were hashed in the same way as the digest of a block, a sequence whose salt is such
+    # a digest would find the second block of `sequence` as its own first block.
     for start in range(10_000):
         sequence = make_sequence([start] * 4 + TOKENS[:5])
         cache.find(sequence)

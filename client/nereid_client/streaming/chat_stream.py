@@ -52,7 +52,9 @@ class _ChatChunks(ChunkBuilder[Delta]):
         return [self.chunk(_choice(index, delta)) for index in range(self.frame.num_choices)]
 
     def add(self, item: Delta) -> list[Json]:
-        """Return the chunks for a delta: one for its text, and one for its finish reason.
+        """Return one chunk for each new part of the message, and one for the finish reason.
+
+        The first chunk also contains the fields that describe the tokens of the delta.
 
         If the client does not want partial reasoning, the view removes the reasoning from the
         deltas, and adds the whole reasoning to the first delta after it.
@@ -64,10 +66,14 @@ class _ChatChunks(ChunkBuilder[Delta]):
         delta = self._reasoning_view.apply(item)
         self.record_usage_and_end(prompt=0, delta=delta)  # a chat has only one prompt
         index = self.choice_number_of(prompt=0, delta=delta)
-        message_delta = self._message_delta(index, delta)
+        parts = self._message_parts(index, delta)
+        if not parts and any(delta.get(name) for name in _TOKEN_FIELDS):
+            parts = [{}]
         chunks = []
-        if message_delta or any(delta.get(name) for name in _TOKEN_FIELDS):
-            chunks.append(self._text_chunk(index, message_delta, delta))
+        if parts:
+            first, *others = parts
+            chunks.append(self._text_chunk(index, first, delta))
+            chunks += [self.chunk(_choice(index, part)) for part in others]
         if "finish_reason" in delta:
             choice = _choice(index, {})
             choice["finish_reason"] = delta["finish_reason"]
@@ -76,41 +82,41 @@ class _ChatChunks(ChunkBuilder[Delta]):
             chunks.append(self.chunk(choice))
         return chunks
 
-    def _text_chunk(self, index: int, message_delta: Json, delta: Delta) -> Json:
-        """Return a chunk with new parts of a message, and with the fields that describe the tokens.
+    def _text_chunk(self, index: int, part: Json, delta: Delta) -> Json:
+        """Return a chunk with a new part of a message and the fields that describe the tokens.
 
         The fields are the log-probabilities and the ids of the new tokens. If the delta contains
         the token ids or log-probabilities of the prompt, the chunk contains them, too.
         """
-        choice = _choice(index, message_delta)
+        choice = _choice(index, part)
         if delta.get("logprobs"):
             choice["logprobs"] = _logprobs(self.frame, delta)
         if delta.get("token_ids"):
             choice["token_ids"] = delta["token_ids"]
         return self.chunk(choice) | _prompt_token_fields(delta)
 
-    def _message_delta(self, index: int, delta: Delta) -> Json:
-        """Return the field `delta` of a chunk, which contains the new parts of the message.
+    def _message_parts(self, index: int, delta: Delta) -> list[Json]:
+        """Return the new parts of the message: reasoning, content and pieces of tool calls.
 
-        The new parts are reasoning, content and pieces of tool calls, converted to OpenAI's format.
+        Each part is the field `delta` of a chunk of its own, as in OpenAI's API. Some clients, such
+        as AutoGen, would otherwise ignore the tool calls in a chunk that also has content.
 
-        Example: {"reasoning": "Hm"} returns {"reasoning": "Hm", "reasoning_content": "Hm"}.
+        Example: {"reasoning": "Hm", "content": "Hi"} returns [{"reasoning": "Hm",
+        "reasoning_content": "Hm"}, {"content": "Hi"}].
         """
-        added: Json = {}
+        parts: list[Json] = []
         if reasoning := delta.get("reasoning"):
             # vLLM names this field `reasoning`. SGLang and llama.cpp name it `reasoning_content`.
-            added |= {"reasoning": reasoning, "reasoning_content": reasoning}
+            parts.append({"reasoning": reasoning, "reasoning_content": reasoning})
         if content := delta.get("content"):
-            added["content"] = content
+            parts.append({"content": content})
         pieces = self._call_converters[index].convert(delta.get("tool_calls", ()))
         if "finish_reason" in delta:
             # The converter delays characters whose meaning depends on later text, such as a
             # quotation mark. At the end, `finish` returns the delayed characters that belong to a
             # custom tool's input.
             pieces += self._call_converters[index].finish()
-        if pieces:
-            added["tool_calls"] = pieces
-        return added
+        return parts + [{"tool_calls": [piece]} for piece in pieces]
 
 
 def chat_completion(

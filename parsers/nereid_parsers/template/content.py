@@ -280,7 +280,7 @@ def _two_end_markers(after_content: str, after_user_message: str, header: str) -
     ['<|eom|>', '<|eot|>']
     """
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
-    if not second or second == first:
+    if not second or second in (first, EOS_TOKEN):  # No model writes the placeholder EOS_TOKEN.
         return []
     ends_user_message = second in first_two(leading_markers(after_user_message))
     return [first, second] if ends_user_message and second not in header else []

@@ -323,6 +323,20 @@ def test_a_recognised_format_that_parses_the_renderings_wrongly_is_inferred_inst
     assert [call.name for call in message.tool_calls] == ["list_all"]
 
 
+def test_markers_are_reasoning_if_the_template_removes_the_text_between_them():
+    text = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+        "{% for part in m.content.split('<note|>') %}{{ part.split('<|note>')[0] }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    fmt = analyze_template(text).format
+    message = parse("<|note>Hm.<note|>Hello.<|end|>", format=fmt, prompt="Hi.<|end|><|assistant|>")
+    assert (message.reasoning, message.content) == ("Hm.", "Hello.")
+    without_removal = text.replace(".split('<|note>')[0]", " + '<|note>'[:0]")
+    assert analyze_template(without_removal).format.layout.reasoning is None
+
+
 def test_unquoted_keys_after_white_space_are_inferred():
     text = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"

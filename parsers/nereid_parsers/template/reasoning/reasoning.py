@@ -7,7 +7,8 @@ searched, and the third column shows what is found.
 R1  a message without and with reasoning    the markers around the reasoning
 R2  a thinking switch on and off            the markers that the generation prompt contains
 R3  a thinking switch on and off            pairs of tags that the instructions mention
-R4  the string constants of the template    markers whose names refer to thinking
+R4  the string constants of the template    markers whose names refer to thinking, or markers
+                                            between which the template removes text from answers
 R5  a tool call without and with reasoning  the marker of a tool call that also ends reasoning
 
 R1 to R4 are tried in this order until one of them finds markers. Then R5 adds the marker of a tool
@@ -27,8 +28,13 @@ from nereid_parsers.template.conversation import (
     REASONING_TEXT,
     AssistantMessage,
     Conversation,
+    conversation_with_calls,
 )
-from nereid_parsers.template.difference import opening_spellings, text_between
+from nereid_parsers.template.difference import (
+    closing_spellings,
+    opening_spellings,
+    text_between,
+)
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.reasoning.reasoning_in_prompts import (
@@ -128,7 +134,13 @@ def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasonin
         markup = find_markers_in_message(turn, conversation)
         if markup is not None:
             return markup
-    for search in (find_markers_in_prompts, find_markers_in_instructions, find_markers_in_source):
+    searches = (
+        find_markers_in_prompts,
+        find_markers_in_instructions,
+        find_markers_in_source,
+        find_markers_of_removed_text,
+    )
+    for search in searches:
         markup = search(turn)
         if markup is not None:
             return markup
@@ -285,6 +297,47 @@ def _content_pair(literal: str, reasoning_pair: MarkerPair) -> MarkerPair | None
     """
     other_pairs = (pair for pair in empty_pairs(literal) if pair != reasoning_pair)
     return next(other_pairs, None)
+
+
+def find_markers_of_removed_text(turn: ModelTurn) -> ReasoningMarkup | None:
+    """Find markers between which the template removes text from earlier answers.
+
+    Templates remove only reasoning from the content. Example: if the content
+    `<|channel>REASONING<channel|>CONTENT` is rendered as `CONTENT`, and the source contains both
+    markers as string constants, `<|channel>` and `<channel|>` enclose reasoning.
+
+    Mutates: `turn.prober`, which records the finding R4 for the report.
+
+    Returns:
+        The markers, or None if the template removes no text between two markers.
+    """
+    literals = dict.fromkeys(literal.strip() for literal in turn.prober.template.literals)
+    for opening in literals:
+        for closing in closing_spellings(opening):
+            if closing in literals and _is_text_removed(turn, opening, closing):
+                turn.prober.record_source_finding(
+                    "R4 source",
+                    finding="The template removes text from earlier answers that is written "
+                    f"between {opening!r} and {closing!r}.",
+                )
+                return markup_of_pairs(MarkerPair(opening, closing), None)
+    return None
+
+
+def _is_text_removed(turn: ModelTurn, opening: str, closing: str) -> bool:
+    """Return whether the template removes text between two markers, and the markers, from answers.
+
+    Markers that the template writes around tool calls do not enclose reasoning, so the result is
+    then False.
+    """
+    content = opening + REASONING_TEXT + closing + CONTENT_TEXT
+    answer = turn.text_after_header(Conversation(AssistantMessage(content)))
+    if answer is None or CONTENT_TEXT not in answer:
+        return False
+    if any(text in answer for text in (opening, REASONING_TEXT, closing)):
+        return False
+    call = turn.text_after_header(conversation_with_calls(*ONE_CALL)) or ""
+    return opening not in call
 
 
 # ---- R5: reasoning before a call ----------------------------------------------------------------

@@ -142,6 +142,20 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(encoder_of, tmp_path):
         Embedder(str(folder))
 
 
+def test_a_token_without_an_embedding_is_an_error_of_its_text(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<extra>"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()  # The files are links to the files of another test.
+    tokenizer.save_pretrained(folder)
+    embedder = Embedder(str(folder), num_threads=1)
+    message = f"converts '<extra>' to the token id {len(VOCABULARY)}, but the model has embeddings"
+    with pytest.raises(RequestError, match=message):
+        embedder.encode(["w1", "w1 <extra> w2"])
+    assert embedder.encode("w1").shape == (1, 48)
+
+
 def test_an_embedder_that_reads_a_chat_template_is_refused(encoder_of, tmp_path):
     folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
     (folder / "sentence_bert_config.json").write_text('{"modality_config": {"message": {}}}')

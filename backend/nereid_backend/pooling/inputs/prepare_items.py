@@ -293,7 +293,8 @@ class ItemPreparer:
             types: the type ids of the tokens (see Prepared.type_ids).
 
         Raises:
-            RequestError: the text has no tokens, or is too long and must not be truncated.
+            RequestError: the text has no tokens, is too long and must not be truncated, or contains
+                a token without an embedding.
         """
         kept_ids, kept_types = self._limit_tokens(item, ids, types)
         if not kept_ids:
@@ -301,6 +302,7 @@ class ItemPreparer:
                 "input: the text is empty and has no tokens. Send at least one character."
             )
         expanded = self._rules.expand(item, kept_ids, kept_types)
+        self._check_embeddings(expanded.token_ids)
         needs_offsets = item.kind == "token_classify"
         return Prepared(
             item,
@@ -312,6 +314,21 @@ class ItemPreparer:
             skips_words=self._rules.skips_words(item),
             offsets=self._offsets(item) if needs_offsets else None,
         )
+
+    def _check_embeddings(self, ids: Sequence[int]) -> None:
+        """Raise a RequestError if the model has no embedding for one of a text's tokens.
+
+        In some checkpoints, tokens were added to the tokenizer, but not to the model.
+        """
+        largest_id = max(ids)
+        if largest_id >= self._info.vocab_size:
+            token = self._tokenizer.convert_ids_to_tokens(largest_id)
+            raise RequestError(
+                f"input: the tokenizer converts {token!r} to the token id {largest_id}, but the "
+                f"model has embeddings only for the ids 0 to {self._info.vocab_size - 1}. Remove "
+                f"{token!r} from the text. If the tokenizer itself adds this token to texts, its "
+                "files do not belong to the model."
+            )
 
     def _num_unpooled_tokens(self, item: PoolingItem, num_tokens: int) -> int:
         """Return the number of the prompt's tokens that are left out of the pooling.

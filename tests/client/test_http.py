@@ -32,6 +32,12 @@ async def test_the_served_model_is_listed_and_can_be_fetched(connect):
     assert fetched["object"] == "model"
 
 
+async def test_the_list_of_models_may_have_a_slash_at_the_end_of_its_path(connect):
+    async with connect() as client:
+        listed = (await client.get("/v1/models")).json()
+        assert (await client.get("/v1/models/")).json() == listed
+
+
 async def test_models_have_their_max_model_len_as_in_vllm(connect_pooling, backend):
     backend.limits = LIMITS
     async with connect_pooling() as client:

@@ -61,6 +61,8 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
 
     If there is no such model, the error names the served models.
     """
+    if not model_id:  # the path is /v1/models/
+        return await list_models(request)
     lengths = await _max_lengths(request)
     if model_id not in lengths:
         raise ApiError(

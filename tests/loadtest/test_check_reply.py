@@ -34,7 +34,7 @@ def test_the_whole_answer_is_fine():
 
 
 @given(st.data())
-def test_how_it_is_cut_into_pieces_does_not_matter(data):
+def test_the_pieces_of_an_answer_do_not_matter(data):
     said = "".join(NUMBERS[:LENGTH])
     cuts = sorted(data.draw(st.sets(st.integers(1, len(said) - 1))))
     pieces = [said[a:b] for a, b in zip([0, *cuts], [*cuts, len(said)], strict=True)]
@@ -74,7 +74,7 @@ def test_a_token_of_another_answer_is_foreign(place):
     assert kinds(said) == {"foreign"}
 
 
-def test_a_token_behind_the_last_is_foreign():
+def test_a_token_after_the_last_is_foreign():
     assert kinds(NUMBERS[: LENGTH + 1]) == {"foreign"}
 
 
@@ -84,7 +84,7 @@ def test_half_a_token_is_garbled(place):
     assert "garbled" in kinds([said[:place] + said[place + 1 :]])
 
 
-def test_several_faults_are_all_told():
+def test_several_faults_are_all_reported():
     assert kinds([*NUMBERS[:5], *NUMBERS[4:10], *NUMBERS[11:20]]) == {
         "doubled",
         "lost",
@@ -93,12 +93,12 @@ def test_several_faults_are_all_told():
 
 
 @given(st.integers(0, LENGTH))
-def test_a_client_that_went_away_got_the_beginning(length):
+def test_a_client_that_disconnected_has_the_beginning_of_the_answer(length):
     said = NUMBERS[:length]
     assert kinds(said, end="cancelled", finish=None) == set()
 
 
-def test_a_client_that_went_away_must_not_miss_a_token_before():
+def test_a_client_that_disconnected_must_not_miss_an_earlier_token():
     said = [*NUMBERS[:5], *NUMBERS[6:9]]
     assert kinds(said, end="cancelled", finish=None) == {"lost"}
 
@@ -151,7 +151,7 @@ PLAIN = chat(Question("Hello!"), 10)
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_every_answer_must_be_the_first_one(first, other):
+def test_every_answer_must_equal_the_first_answer(first, other):
     judge = ReplyChecker()
     assert judge.faults(PLAIN, reply([first])) == []
     found = [fault.kind for fault in judge.faults(PLAIN, reply([other]))]
@@ -161,13 +161,13 @@ def test_every_answer_must_be_the_first_one(first, other):
         assert found == ["truncated" if first.startswith(other) else "different"]
 
 
-def test_an_answer_that_was_wrong_is_no_first_one():
+def test_a_wrong_answer_is_not_used_as_the_first_answer():
     judge = ReplyChecker()
     assert judge.faults(PLAIN, reply(["half an ans"], finish=None))
     assert judge.faults(PLAIN, reply(["an answer"])) == []
 
 
-def test_a_client_that_went_away_sets_no_first_answer():
+def test_a_client_that_disconnected_sets_no_first_answer():
     judge = ReplyChecker()
     assert judge.faults(PLAIN, reply(["an"], end="cancelled", finish=None)) == []
     assert judge.faults(PLAIN, reply(["an answer"])) == []

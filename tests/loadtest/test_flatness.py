@@ -28,11 +28,11 @@ def test_jitter_around_a_level_is_flat(seed):
     assert abs(found.slope) < MAX_SLOPE_MIB_PER_MINUTE / 5
 
 
-def test_what_fills_up_in_the_first_minutes_is_no_leak():
+def test_memory_that_grows_only_in_the_first_minutes_is_no_leak():
     assert trend(samples(0, lambda minute: 100 + 20 * min(minute, 2.0))).is_flat
 
 
-def test_a_leak_behind_a_warm_up_is_one():
+def test_a_leak_after_a_warm_up_is_found():
     assert not trend(samples(0, lambda minute: 100 + 20 * min(minute, 2.0) + minute)).is_flat
 
 
@@ -44,5 +44,5 @@ def test_a_few_high_samples_do_not_make_a_leak():
     assert trend(spikes).is_flat
 
 
-def test_a_short_look_says_nothing():
+def test_a_short_measurement_has_no_slope():
     assert trend(samples(0, lambda minute: 100 + 50 * minute, minutes=1.0)).slope is None

@@ -61,25 +61,25 @@ def test_what_is_in_use_is_named():
     assert gauges.what_is_busy(gauges.parse(PAGE)) == told
 
 
-def test_a_page_without_the_gauges_is_no_server_at_rest():
+def test_a_page_without_the_gauges_is_no_idle_server():
     assert gauges.what_is_busy(gauges.parse(REST)) is None
     assert gauges.what_is_busy({}) == "the metrics page has no num_requests"
 
 
-def test_a_block_that_stays_in_use_is_told_after_the_limit():
+def test_a_block_that_stays_in_use_is_reported_after_the_limit():
     with metrics(
         REST.replace('kv_cache_blocks_used{model_name="llm"} 0', "kv_cache_blocks_used 1")
     ) as (_, url):
         assert gauges.wait_for_rest(url, limit_s=0.5) == "kv_cache_blocks_used 1"
 
 
-def test_a_server_that_comes_to_rest_is_waited_for():
+def test_the_wait_ends_when_the_server_is_idle():
     with metrics(PAGE) as (server, url):
         threading.Timer(0.4, lambda: setattr(server, "page", REST)).start()
         assert gauges.wait_for_rest(url, limit_s=60) is None
 
 
-def test_a_server_that_cannot_be_read_is_not_at_rest():
+def test_a_server_that_cannot_be_read_is_not_idle():
     assert "cannot be read" in gauges.wait_for_rest("http://127.0.0.1:9/metrics", limit_s=0.1)
 
 

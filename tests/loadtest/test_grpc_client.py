@@ -111,7 +111,7 @@ def test_a_whole_stream_is_fine(judged, service):
         (TEN[:7], ["truncated"]),
     ],
 )
-def test_a_stream_with_a_wrong_token_is_told_by_its_fault(judged, texts, expected):
+def test_the_fault_of_a_stream_with_a_wrong_token_is_named(judged, texts, expected):
     assert judged(answer(texts))[1] == expected
 
 
@@ -127,7 +127,7 @@ def test_a_call_that_the_server_ends_is_broken(judged):
     assert judged([*answer(TEN)[:5], grpc.StatusCode.UNAVAILABLE])[1] == ["broken"]
 
 
-def test_errors_are_told_by_their_code(judged):
+def test_errors_are_distinguished_by_their_code(judged):
     wrong = bad(grpc_text(QUESTION, 10), sampling_parameters="{")
     invalid = "in ensemble 'llm', [INVALID_ARGUMENT] sampling_parameters: is not JSON"
     assert judged([failed(invalid)], wrong)[1] == []
@@ -136,7 +136,7 @@ def test_errors_are_told_by_their_code(judged):
     assert judged([failed("[INTERNAL] oops")], wrong)[1] == ["error"]
 
 
-def test_a_client_that_goes_away_cancels_its_call(judged, service):
+def test_a_client_that_disconnects_cancels_its_call(judged, service):
     started = time.monotonic()
     reply, faults = judged([*answer(TEN)[:5], 60.0], ASK.cancelled(1.0))
     assert time.monotonic() - started < 30
@@ -144,7 +144,7 @@ def test_a_client_that_goes_away_cancels_its_call(judged, service):
     assert service.is_over.wait(60)
 
 
-def test_a_connection_is_used_again_whatever_became_of_the_stream_before(service):
+def test_a_connection_is_used_again_after_every_kind_of_stream(service):
     endpoint = GrpcEndpoint(service.address)
     for said, ask, expected in (
         (answer(TEN), ASK, "whole"),

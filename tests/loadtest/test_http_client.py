@@ -59,7 +59,7 @@ def test_pieces_may_be_split_anywhere_on_the_wire(judged):
         ([*TEN[:4], NUMBERS[200], *TEN[4:]], ["foreign"]),
     ],
 )
-def test_a_stream_with_a_wrong_token_is_told_by_its_fault(judged, texts, expected):
+def test_the_fault_of_a_stream_with_a_wrong_token_is_named(judged, texts, expected):
     assert judged(stream(texts))[1] == expected
 
 
@@ -94,7 +94,7 @@ def test_a_generate_stream_that_ends_without_its_last_chunk_is_broken(judged):
     assert judged(said[:1], ask)[1] == ["unended", "truncated"]
 
 
-def test_a_stream_that_stops_talking_hangs(judged):
+def test_a_stream_that_sends_nothing_hangs(judged):
     assert judged([*stream(TEN)[:5], 30.0], limit_s=0.3)[1] == ["hung"]
 
 
@@ -105,7 +105,7 @@ def test_an_error_event_is_an_error(judged):
     assert "the engine failed" in reply.error
 
 
-def test_a_refusal_is_told_from_an_error(judged):
+def test_a_refusal_is_distinguished_from_an_error(judged):
     assert judged([b'{"error": {"message": "busy"}}'], status=503)[1] == ["refused"]
     assert judged([b'{"error": {"message": "oops"}}'], status=500)[1] == ["error"]
 
@@ -117,12 +117,12 @@ def test_a_400_is_right_for_bad_input_only(judged):
     assert judged(said, bad(ASK, temperature=-1), status=500)[1] == ["error"]
 
 
-def test_nobody_listening_is_broken():
+def test_a_refused_connection_is_broken():
     reply = HttpEndpoint("http://127.0.0.1:9").send(ASK)
     assert [fault.kind for fault in ReplyChecker().faults(ASK, reply)] == ["broken"]
 
 
-def test_a_client_that_goes_away_closes_its_connection_in_time():
+def test_a_client_that_disconnects_closes_its_connection_in_time():
     parts = [part for one in stream(NUMBERS[:200]) for part in (one, 0.1)]
     with play(lambda body: (200, parts)) as server:
         started = time.monotonic()
@@ -136,7 +136,7 @@ def test_a_client_that_goes_away_closes_its_connection_in_time():
         assert server.num_lost_clients == 1
 
 
-def test_a_client_may_go_away_before_the_first_token(judged):
+def test_a_client_may_disconnect_before_the_first_token(judged):
     reply, faults = judged([30.0, *stream(TEN)], ASK.cancelled(0.1))
     assert (reply.end, reply.pieces, faults) == ("cancelled", [], [])
 

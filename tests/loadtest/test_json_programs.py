@@ -15,7 +15,7 @@ def program(code, limit_s=20.0):
     return found, time.monotonic() - started
 
 
-def test_a_result_counts_though_a_thread_does_not_let_its_program_end(monkeypatch):
+def test_a_result_counts_although_a_thread_keeps_its_program_alive(monkeypatch):
     monkeypatch.setattr(json_programs, "_ENDING_S", 0.2)
     found, spent = program(
         "import threading, time\n"
@@ -28,7 +28,7 @@ def test_a_result_counts_though_a_thread_does_not_let_its_program_end(monkeypatc
     assert spent < 60
 
 
-def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
+def test_a_program_that_hangs_is_ended_with_its_child_processes(tmp_path):
     file = tmp_path / "pid"
     found, spent = program(
         "import subprocess, sys, time\n"

@@ -65,27 +65,27 @@ def test_connections_that_clients_keep_alive_are_not_a_leak(served):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_files_left_open_are_told_with_their_kind(served):
+def test_files_left_open_are_reported_with_their_kind(served):
     ((broken,),) = check_around(served, ["/open"])
     assert "supervisor has" in broken
     assert "the additional files are: 10 x /dev/null" in broken
 
 
 @pytest.mark.usefixtures("impatient")
-def test_memory_that_grows_after_the_first_traffic_is_told(served):
+def test_memory_that_grows_after_the_first_traffic_is_reported(served):
     assert check_around(served, ["/grow"], num_rests=1) == [[]]
     _, (broken,) = check_around(served, ["/grow"], num_rests=2)
     assert "supervisor uses" in broken
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_child_that_ended_and_that_nobody_waited_for_is_told(served):
+def test_a_zombie_process_is_reported(served):
     ((broken,),) = check_around(served, ["/zombie"])
     assert "is a zombie process" in broken
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_request_that_never_ends_is_told(served):
+def test_a_request_that_never_ends_is_reported(served):
     ((broken,),) = check_around(served, ["/work"])
     assert "not idle after 0.5 s" in broken
     assert "num_requests 1" in broken

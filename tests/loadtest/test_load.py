@@ -84,7 +84,7 @@ def test_a_right_server_passes(tmp_path):
     assert len(found) <= 26
 
 
-def test_a_server_with_wrong_streams_fails_and_each_is_told_by_its_fault(tmp_path):
+def test_a_server_with_faulty_streams_fails_and_each_fault_is_named(tmp_path):
     with play(recite(FAULTS)) as server:
         code, found = locust(server.url, tmp_path, "SteadyChat", "Bursts")
     assert code == 1
@@ -118,7 +118,7 @@ def test_every_scenario_belongs_to_a_phase():
     assert classes == {name for names in load.SCENARIOS.values() for name in names}
 
 
-def test_numbered_tokens_tell_series_and_place():
+def test_numbered_tokens_show_their_series_and_place():
     texts = [
         text
         for series in range(numbered_answers.NUM_SERIES)

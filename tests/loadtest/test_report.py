@@ -45,7 +45,7 @@ def cells(phase, scenario):
     return dict(zip(report_tables.unique_columns(), line, strict=True))
 
 
-def test_a_row_has_the_figures_of_its_scenario():
+def test_a_row_contains_the_measurements_of_its_scenario():
     found = cells(
         phase(made(), made(), made("Other", ttft_s=9.0), made(outcome="cancelled")), "Chat"
     )
@@ -75,7 +75,7 @@ def test_answers_in_one_piece_have_no_time_to_first_token():
     [phase(made(), made(**LOST)), phase(made(), broken=["still in use: num_requests 1"])],
     ids=["request", "leak"],
 )
-def test_whatever_is_wrong_fails_the_run_and_is_listed(wrong, capsys):
+def test_every_fault_fails_the_run_and_is_listed(wrong, capsys):
     assert load.verdict([phase(made()), wrong]) == 1
     said = capsys.readouterr().out
     assert re.search(r"FAILED model: .*(lost: 03\.007,|still in use: num_requests 1)", said)
@@ -97,7 +97,7 @@ def test_the_page_needs_no_other_file_and_shows_what_failed():
     assert "<b>" not in page
 
 
-def test_a_phase_in_which_nothing_came_can_be_shown():
+def test_a_phase_without_requests_can_be_shown():
     empty = Phase("model", "demo", 1.0, broken=["the load generator ended with 2"])
     assert "the load generator ended with 2" in report_page.page([empty], "Load", [])
     assert "## model" in report_tables.text([empty])
@@ -116,7 +116,7 @@ def test_csv_files_hold_requests_scenarios_and_gauges(tmp_path):
     assert [row["num_requests"] for row in tables["gauges"]] == ["0", "1", "2", "3", "4"]
 
 
-def test_records_survive_their_file(tmp_path):
+def test_records_that_are_read_from_their_file_are_unchanged(tmp_path):
     said = Reply(status=200, num_tokens=2, end="whole")
     said.say("a")
     said.say("b")

@@ -39,7 +39,7 @@ def ttft(outcome, priority=None):
     ]
 
 
-def test_one_request_costs_what_the_model_of_costs_says():
+def test_the_time_of_one_request_follows_from_the_cost_model():
     cost = Cost(step_ms=10, token_ms=1, context_ms=0)
     outcome = simulate([Arrival(2.0, 100, 3)], make_scheduler(), cost)
     (record,) = outcome.records
@@ -49,7 +49,7 @@ def test_one_request_costs_what_the_model_of_costs_says():
     assert outcome.num_steps == 3
 
 
-def test_more_than_the_machine_can_do_ends_all_the_same_in_order_of_arrival():
+def test_requests_in_an_overload_end_in_order_of_arrival():
     outcome = simulate(poisson(300, rate=200, seed=1), make_scheduler(), Cost())
     assert all(record.num_tokens == record.arrival.output_tokens for record in outcome.records)
     assert outcome.num_preemptions > 0
@@ -57,7 +57,7 @@ def test_more_than_the_machine_can_do_ends_all_the_same_in_order_of_arrival():
     assert begun == sorted(begun)
 
 
-def test_no_priority_starves_while_requests_of_better_ones_keep_the_machine_full():
+def test_low_priorities_do_not_starve_while_higher_priorities_fill_the_machine():
     arrivals = poisson(600, rate=40, seed=2, priorities=(0, 0, 0, 0, 1))
     scheduler = make_scheduler(max_num_seqs=8)
     outcome = simulate(arrivals, scheduler, Cost())

@@ -72,7 +72,7 @@ def test_requests_wait_when_all_rows_are_taken_and_are_served_in_order():
     assert [c.sequence.request_id for c in scheduler.plan().chunks] == ["c"]
 
 
-def test_the_newest_request_gives_its_blocks_back_when_they_run_out():
+def test_the_newest_request_is_preempted_when_no_block_is_free():
     scheduler = make_scheduler(num_blocks=4, budget=16)
     scheduler.add(make_sequence("old", [2] * 8, max_tokens=8))
     scheduler.add(make_sequence("new", [3] * 8, max_tokens=8))
@@ -155,7 +155,7 @@ def test_an_error_of_one_request_leaves_the_others_running():
     assert scheduler.num_running == 1
 
 
-def test_every_running_request_moves_within_bounded_steps_while_others_keep_coming():
+def test_every_request_ends_within_60_steps_while_new_requests_arrive():
     scheduler = make_scheduler(num_blocks=32, max_num_seqs=8, budget=16)
     model = ScriptedModel(32)
     rng = random.Random(3)
@@ -210,7 +210,7 @@ def test_a_sequence_whose_sibling_ended_at_its_first_token_still_shares_the_prom
     scheduler.check()
 
 
-def test_the_sequences_of_a_request_have_seeds_that_differ_and_the_first_keeps_its_own():
+def test_the_sequences_of_a_request_have_different_seeds_and_the_first_keeps_the_given_seed():
     sequence = make_sequence("a", [2], n=4)
     sequence.seed = 2**64 - 1
     seeds = [each.seed for each in sequence.all_sequences()]
@@ -248,7 +248,7 @@ def test_a_lower_priority_number_goes_first():
     assert order == ["urgent", "normal", "late"]
 
 
-def test_a_request_of_low_priority_ends_though_better_ones_keep_coming():
+def test_a_request_of_low_priority_ends_although_requests_of_higher_priority_arrive():
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make_sequence("patient", [2], max_tokens=1, priority=3))
     for step in range(5 * AGEING_STEPS):
@@ -259,7 +259,7 @@ def test_a_request_of_low_priority_ends_though_better_ones_keep_coming():
     assert 2 * AGEING_STEPS < step < 4 * AGEING_STEPS
 
 
-def test_of_the_lowest_priority_the_one_with_the_least_to_compute_again_gives_way():
+def test_among_equal_priorities_the_request_with_the_fewest_tokens_to_recompute_is_preempted():
     scheduler = make_scheduler(num_blocks=9, budget=64, enable_prefix_caching=False)
     scheduler.add(make_sequence("first", [2] * 8, max_tokens=30))
     scheduler.add(make_sequence("long", [3] * 15, priority=1))
@@ -290,7 +290,7 @@ def test_tokens_beyond_the_limit_are_dropped():
     assert (update.finish_reason, update.cumulative_logprob) == ("length", -2.0)
 
 
-def test_all_tokens_of_a_prompts_chunks_have_logits_where_they_are_reported():
+def test_all_tokens_of_a_prompt_have_logits_if_prompt_logprobs_are_requested():
     scheduler = make_scheduler(budget=4)
     scheduler.add(make_sequence("a", [2, 3, 4, 5, 6, 7], prompt_logprobs=0))
     first = scheduler.plan()
@@ -304,7 +304,7 @@ def test_all_tokens_of_a_prompts_chunks_have_logits_where_they_are_reported():
     assert commit(scheduler, third)[0].prompt_logprobs is None
 
 
-def test_a_prompt_that_must_go_whole_takes_a_step_of_its_own_when_it_does_not_fit_beside_others():
+def test_a_prompt_that_cannot_be_divided_gets_its_own_step_if_it_exceeds_the_budget():
     scheduler = make_scheduler(budget=8, whole_prefill=True)
     scheduler.add(make_sequence("a", [2, 3], max_tokens=9))
     commit(scheduler, scheduler.plan())
@@ -318,7 +318,7 @@ def test_a_prompt_that_must_go_whole_takes_a_step_of_its_own_when_it_does_not_fi
     assert seen[2] == [("a", 3, 1, True), ("b", 20, 1, True)]
 
 
-def test_where_blocks_cannot_be_shared_each_sequence_computes_the_prompt():
+def test_each_sequence_computes_the_prompt_if_blocks_cannot_be_shared():
     scheduler = make_scheduler(budget=16, shares_blocks=False)
     scheduler.add(make_sequence("a", [2, 3, 4], n=2))
     assert sequences(scheduler.plan()) == [(0, 0, 3, True), (1, 0, 3, True)]
@@ -349,7 +349,7 @@ def test_a_request_waits_for_its_guide_and_each_sequence_gets_one():
     assert [chunk.sequence.guide for chunk in plan.chunks] == [guide, guide.forks[0]]
 
 
-def test_a_request_whose_guide_cannot_be_made_is_refused_once_a_sequence():
+def test_a_request_whose_guide_cannot_be_created_is_refused_once_for_each_sequence():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", [2], n=2), is_prepared=False)
     scheduler.end_with_error("a", "regex: unbalanced")
@@ -370,7 +370,7 @@ def test_an_aborted_request_may_still_get_its_guide():
     assert not scheduler.has_work()
 
 
-def test_guessed_tokens_are_appended_only_as_far_as_they_were_right():
+def test_draft_tokens_are_appended_up_to_the_first_wrong_token():
     scheduler = make_scheduler(drafter=PromptLookup(3))
     scheduler.add(make_sequence("a", [2, 3, 4, 5, 6, 2, 3, 4], max_tokens=9))
     commit(scheduler, scheduler.plan(), token=5)
@@ -384,7 +384,7 @@ def test_guessed_tokens_are_appended_only_as_far_as_they_were_right():
     scheduler.check()
 
 
-def test_guessing_stops_for_a_request_that_it_does_not_help():
+def test_drafts_stop_for_a_request_whose_drafts_are_wrong():
     scheduler = make_scheduler(num_blocks=64, drafter=PromptLookup(2))
     scheduler.add(make_sequence("a", [2, 3, 4] * 4, max_tokens=100))
     widths = []

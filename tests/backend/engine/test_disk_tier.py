@@ -97,7 +97,7 @@ def test_an_aborted_request_does_not_wait_for_the_disk(saved, tmp_path):
     engine.close()
 
 
-def test_blocks_that_leave_the_memory_are_found_on_disk(saved, tmp_path):
+def test_evicted_blocks_are_found_on_disk(saved, tmp_path):
     engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path), max_model_len=96)
     expected, _ = answer(engine)
     pool = engine._parts.pool
@@ -108,7 +108,7 @@ def test_blocks_that_leave_the_memory_are_found_on_disk(saved, tmp_path):
     engine.close()
 
 
-def test_models_of_other_weights_share_a_folder_but_no_files(saved, tmp_path):
+def test_models_with_different_weights_share_a_folder_but_no_files(saved, tmp_path):
     run_once(saved("llama"), tmp_path / "disk")
     other = shrink.save("llama", tmp_path / "model")
     assert run_once(other, tmp_path / "disk")[1] == 0
@@ -138,6 +138,6 @@ def test_a_model_without_a_prefix_cache_says_that_the_disk_is_off(saved, tmp_pat
 
 
 @pytest.mark.long
-def test_the_answers_are_right_although_the_process_is_killed_again_and_again():
+def test_the_answers_are_right_although_the_process_is_killed_repeatedly():
     program = Path(__file__).with_name("disk_soak.py")
     subprocess.run([sys.executable, program, "--seconds", "15"], check=True)

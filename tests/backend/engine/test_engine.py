@@ -34,7 +34,7 @@ def ends(updates):
     return [u.finish_reason for u in updates if u.finish_reason is not None]
 
 
-def test_info_says_what_was_loaded(engine):
+def test_info_describes_the_loaded_model(engine):
     info = engine.info
     assert info.architecture == "LlamaForCausalLM"
     assert (info.dtype, info.device, info.path) == ("float32", "cpu", "packed")
@@ -61,7 +61,7 @@ def test_a_bad_prompt_is_refused_with_the_value_and_the_limit(engine, prompt, me
     assert not engine.has_work()
 
 
-def test_an_id_in_work_cannot_be_used_again_until_it_ended(engine):
+def test_the_id_of_a_request_cannot_be_used_again_before_the_request_has_ended(engine):
     engine.add_request("a", [5, 6], GREEDY)
     with pytest.raises(RequestError, match="the id 'a' belongs to a request that has not ended"):
         engine.add_request("a", [5, 6], GREEDY)
@@ -94,7 +94,7 @@ def test_an_answer_ends_at_max_model_len_with_length(engine):
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_updates_carry_each_token_once_and_one_end(engine):
+def test_updates_contain_each_token_once_and_one_finish_reason(engine):
     prompts = make_prompts((4, 9, 20))
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, GREEDY)
@@ -144,7 +144,7 @@ def test_the_cumulative_logprob_is_that_of_the_model(engine, checkpoint):
     assert answer.cumulative_logprob == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_after_preemption(checkpoint):
+def test_a_seed_gives_the_same_tokens_alone_with_other_requests_and_after_preemption(checkpoint):
     folder = checkpoint("qwen3")
     roomy = open_engine(folder, max_model_len=64)
     params = [
@@ -183,7 +183,7 @@ def test_requests_without_a_seed_differ_but_repeat_with_the_engines_seed(checkpo
     assert runs[0] != runs[2]
 
 
-def test_generate_leaves_nothing_behind_when_a_prompt_is_wrong(engine):
+def test_generate_leaves_no_request_behind_if_a_prompt_is_invalid(engine):
     with pytest.raises(RequestError, match="prompt: the prompt is empty"):
         engine.generate([[5], [6], []], GREEDY)
     assert not engine.has_work()
@@ -195,7 +195,7 @@ def test_generate_takes_more_prompts_than_may_wait(engine):
     assert all(len(output.outputs[0].token_ids) == 6 for output in outputs)
 
 
-def test_logits_that_are_not_finite_end_that_request_and_nobody_later(checkpoint):
+def test_logits_that_are_not_finite_end_only_the_request_that_has_them(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     (clean,) = engine.generate([[5, 9, 11]], GREEDY)
     with torch.no_grad():
@@ -213,7 +213,7 @@ def test_logits_that_are_not_finite_end_that_request_and_nobody_later(checkpoint
     engine.close()
 
 
-def test_a_request_that_goes_wrong_disturbs_nobody_who_shares_its_prefix(checkpoint):
+def test_a_failed_request_does_not_change_requests_with_the_same_prefix(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     prompt = make_prompts((14,))[0]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, n=2)
@@ -235,7 +235,9 @@ def test_a_request_that_goes_wrong_disturbs_nobody_who_shares_its_prefix(checkpo
     engine.close()
 
 
-def test_a_request_whose_parameters_forbid_every_token_is_refused_and_disturbs_nobody(checkpoint):
+def test_a_request_whose_parameters_forbid_every_token_is_refused_without_effect_on_others(
+    checkpoint,
+):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     prompt = make_prompts((14,))[0]
     engine.add_request("beside", prompt, GREEDY)
@@ -253,7 +255,7 @@ def test_a_request_whose_parameters_forbid_every_token_is_refused_and_disturbs_n
     engine.close()
 
 
-def test_one_prompt_whose_answer_gets_no_further_token_leaves_the_outputs_of_the_others(engine):
+def test_an_answer_that_gets_no_further_token_does_not_end_the_other_answers(engine):
     params = SamplingParams(allowed_token_ids=[7], bad_words_token_ids=[[7, 7]])
     bad, good = (o.outputs[0] for o in engine.generate([[5], [6]], [params, GREEDY]))
     assert (bad.token_ids, bad.finish_reason) == ([7], "error")
@@ -336,7 +338,7 @@ def outputs_alone(engine, prompt, params):
     return [answer.token_ids for answer in engine.generate([prompt], params)[0].outputs]
 
 
-def test_the_first_of_n_answers_is_the_one_that_comes_alone_and_the_others_differ(engine):
+def test_the_first_of_n_answers_equals_a_single_answer_and_the_others_differ(engine):
     prompt = make_prompts((21,))[0]
     params = {"temperature": 2.0, "seed": 5, "max_tokens": 8, "ignore_eos": True}
     (alone,) = outputs_alone(engine, prompt, SamplingParams(**params))
@@ -346,7 +348,7 @@ def test_the_first_of_n_answers_is_the_one_that_comes_alone_and_the_others_diffe
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
-def test_n_greedy_answers_are_all_that_of_one_wherever_the_prompt_ends_in_a_block(engine, length):
+def test_n_greedy_answers_equal_a_single_answer_for_every_length_of_the_prompt(engine, length):
     prompt = make_prompts((length,))[0]
     expected = outputs_alone(engine, prompt, GREEDY)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, n=3)
@@ -354,7 +356,7 @@ def test_n_greedy_answers_are_all_that_of_one_wherever_the_prompt_ends_in_a_bloc
     engine.check()
 
 
-def test_a_prompt_that_was_seen_before_is_not_computed_again_and_answered_the_same(checkpoint):
+def test_a_cached_prompt_is_not_computed_again_and_gets_the_same_answer(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     prompt = make_prompts((30,))[0]
     first, second = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
@@ -368,7 +370,7 @@ def test_a_prompt_that_was_seen_before_is_not_computed_again_and_answered_the_sa
     engine.close()
 
 
-def test_requests_with_other_salts_do_not_share(checkpoint):
+def test_requests_with_different_salts_share_no_cached_blocks(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     prompt = make_prompts((30,))[0]
     params = [SamplingParams(max_tokens=2, cache_salt=salt) for salt in ("a", "b", "a")]
@@ -399,7 +401,7 @@ def test_one_sequence_of_several_can_be_aborted(engine):
     ]
 
 
-def test_prompt_logprobs_are_the_models_whole_or_in_chunks_and_never_from_the_cache(checkpoint):
+def test_prompt_logprobs_equal_those_of_transformers_with_and_without_chunks(checkpoint):
     from transformers import AutoModelForCausalLM
 
     folder = checkpoint("llama")
@@ -420,7 +422,7 @@ def test_prompt_logprobs_are_the_models_whole_or_in_chunks_and_never_from_the_ca
         engine.close()
 
 
-def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(checkpoint):
+def test_a_request_whose_grammar_cannot_be_compiled_is_refused_once_for_each_sequence(checkpoint):
     # The tiny checkpoint has no tokenizer, so the engine cannot compile a grammar.
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     params = SamplingParams(grammar=GrammarSpec("regex", "a+"), n=2)
@@ -441,7 +443,7 @@ def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(check
 
 @pytest.mark.usefixtures("cheap_drafts")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_guessed_tokens_do_not_change_an_answer(checkpoint, temperature):
+def test_draft_tokens_do_not_change_an_answer(checkpoint, temperature):
     settings = {"max_model_len": 120, "kv_cache_memory": "4MiB"}
     plain = open_engine(checkpoint("llama"), num_speculative_tokens=0, **settings)
     guessing = open_engine(checkpoint("llama"), num_speculative_tokens=4, **settings)
@@ -513,7 +515,7 @@ def test_a_request_is_not_added_if_too_many_grammars_wait(checkpoint):
     engine.close()
 
 
-def test_while_a_guide_is_made_steps_wait_a_little_and_the_request_can_be_aborted(checkpoint):
+def test_steps_wait_briefly_while_a_guide_is_created_and_the_request_can_be_aborted(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     engine._parts.preparation._guides = guides = Never()
     params = SamplingParams(grammar=GrammarSpec("regex", "a+"))

@@ -47,7 +47,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(engine, monkeypa
     assert finish(engine)[-1].finish_reason == "length"
 
 
-def test_steps_that_fail_again_and_again_end_the_engine(engine, monkeypatch):
+def test_repeated_failures_of_steps_end_the_engine(engine, monkeypatch):
     with monkeypatch.context() as broken:
         fail_with(engine, broken, MemoryError("no room"))
         for name in ("a", "b"):

@@ -240,7 +240,9 @@ def make_requests(rng, count):
     ("family", "num_tokens"), [("qwen2", 100), ("mistral, sliding window", 64)]
 )
 @pytest.mark.parametrize("seed", range(2))
-def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, seed, monkeypatch):
+def test_answers_are_the_same_with_and_without_async_scheduling(
+    checkpoint, family, num_tokens, seed, monkeypatch
+):
     monkeypatch.setattr(random_sampling, "_LIKELIEST_DEFERRED", 16)
     rng = random.Random(seed)
     sequences = make_requests(rng, 30)
@@ -305,7 +307,7 @@ def result_of(plan, token=7, **others):
 BROKEN = Sampled([], [], "not finite")
 
 
-def test_a_step_planned_ahead_takes_its_tokens_from_the_one_before():
+def test_a_step_that_is_planned_ahead_takes_tokens_from_the_previous_step():
     scheduler = scheduler_of(
         request_of("a", [1] * 3), request_of("b", [1] * 50), request_of("c", [2])
     )
@@ -335,7 +337,7 @@ def test_a_sequence_that_will_reach_its_length_is_not_planned_ahead():
     assert not scheduler.plan_ahead(scheduler.settle(second, [7, 7])).chunks
 
 
-def test_one_that_ends_under_way_keeps_row_and_blocks_until_the_step_is_committed():
+def test_a_sequence_aborted_during_a_step_keeps_row_and_blocks_until_the_step_is_committed():
     scheduler = scheduler_of(request_of("a", [1] * 4), request_of("b", [2] * 4))
     first = scheduler.plan()
     second = scheduler.plan_ahead(first)
@@ -357,7 +359,7 @@ def test_one_that_ends_under_way_keeps_row_and_blocks_until_the_step_is_committe
     scheduler.check()
 
 
-def test_what_goes_wrong_with_an_aborted_sequence_still_ends_the_sharing_of_its_blocks():
+def test_an_error_of_an_aborted_sequence_ends_the_sharing_of_its_blocks():
     shared = list(range(8))
     scheduler = scheduler_of(request_of("a", [*shared, 1]))
     plan = scheduler.plan()
@@ -377,7 +379,7 @@ def test_what_goes_wrong_with_an_aborted_sequence_still_ends_the_sharing_of_its_
     scheduler.check()
 
 
-def test_nothing_is_copied_ahead_of_a_step():
+def test_no_block_is_copied_in_a_step_that_is_planned_ahead():
     scheduler = scheduler_of(request_of("a", [1] * 6, n=3))
     first = scheduler.plan()
     second = scheduler.plan_ahead(first)
@@ -394,7 +396,7 @@ def test_nothing_is_copied_ahead_of_a_step():
     assert not scheduler.must_wait_for_step
 
 
-def test_nobody_is_preempted_ahead_of_a_step():
+def test_no_request_is_preempted_in_a_step_that_is_planned_ahead():
     scheduler = scheduler_of(request_of("a", [1] * 4), request_of("b", [2] * 8), num_blocks=4)
     first = scheduler.plan()
     scheduler.add(request_of("c", [3], priority=-1))
@@ -422,7 +424,7 @@ def test_a_chunk_computed_with_a_wrong_token_is_computed_again():
     assert [(c.start, c.num_tokens) for c in third.chunks] == [(4, 1), (3, 1)]
 
 
-def test_tokens_behind_the_expected_one_are_computed_before_the_next_is_sampled():
+def test_tokens_after_the_expected_token_are_computed_before_the_next_token_is_sampled():
     scheduler = scheduler_of(request_of("a", [1] * 3))
     first = scheduler.plan()
     second = scheduler.plan_ahead(first)
@@ -434,7 +436,7 @@ def test_tokens_behind_the_expected_one_are_computed_before_the_next_is_sampled(
     assert [(c.start, c.num_tokens, c.samples) for c in third.chunks] == [(4, 2, True)]
 
 
-def test_a_sequence_whose_logits_are_not_finite_harms_no_other(checkpoint):
+def test_a_sequence_whose_logits_are_not_finite_does_not_change_other_sequences(checkpoint):
     sequences = {str(n): ([300 + n % 2, *range(5, 5 + n)], GREEDY) for n in range(1, 9)}
     found = {}
     for is_on in (False, True):
@@ -451,7 +453,7 @@ def test_a_sequence_whose_logits_are_not_finite_harms_no_other(checkpoint):
 
 
 @pytest.mark.parametrize("failing", range(1, 6))
-def test_a_pass_that_fails_ends_its_requests_and_the_engine_goes_on(checkpoint, failing):
+def test_a_failed_forward_pass_ends_its_requests_and_the_engine_continues(checkpoint, failing):
     engine = open_engine(checkpoint("qwen2"), max_model_len=64, async_scheduling=True)
     (clean,) = answers_of(engine, {"clean": ([5, 9, 11], GREEDY)}).values()
     passes = iter(range(1, 99))
@@ -470,7 +472,7 @@ def test_a_pass_that_fails_ends_its_requests_and_the_engine_goes_on(checkpoint, 
     engine.close()
 
 
-def test_passes_that_fail_again_and_again_end_the_engine(checkpoint):
+def test_repeated_failures_of_forward_passes_end_the_engine(checkpoint):
     engine = open_engine(
         checkpoint("qwen2"), max_model_len=64, async_scheduling=True, max_step_failures=2
     )
@@ -513,7 +515,7 @@ def test_the_next_pass_begins_before_tokens_are_read_and_updates_come_step_by_st
     engine.close()
 
 
-def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
+def test_speculative_decoding_turns_async_scheduling_off(checkpoint):
     lines = []
     config = EngineConfig(
         str(checkpoint("qwen2")),
@@ -531,7 +533,7 @@ def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
     engine.close()
 
 
-def test_paths_with_more_state_than_blocks_begin_nothing_ahead(tmp_path):
+def test_a_path_with_recurrent_states_turns_async_scheduling_off(tmp_path):
     engine = open_engine(shrink.save("qwen3_next", tmp_path), async_scheduling=True)
     assert engine.info.path == "rows"
     assert not engine._parts.loop._is_async

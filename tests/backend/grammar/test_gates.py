@@ -16,13 +16,13 @@ def tokens(vocabulary):
     return vocabulary.encode
 
 
-def test_nothing_but_the_end_is_limited_while_the_model_thinks(guide, allowed, vocabulary):
+def test_only_stop_tokens_are_forbidden_while_the_model_reasons(guide, allowed, vocabulary):
     start = guide(GATED)
     assert allowed(start) == set(range(vocabulary.size)) - EOS
     assert start.forced() == []
 
 
-def test_the_grammar_begins_behind_an_end_marker_of_one_token(guide, allowed, tokens):
+def test_the_grammar_begins_after_an_end_marker_of_one_token(guide, allowed, tokens):
     held = guide(GATED)
     held.accept(tokens("I think {nothing}</think>"))
     free = allowed(held)
@@ -33,7 +33,7 @@ def test_the_grammar_begins_behind_an_end_marker_of_one_token(guide, allowed, to
     assert allowed(held) >= EOS
 
 
-def test_the_grammar_begins_behind_an_end_marker_of_several_tokens(guide, allowed, tokens):
+def test_the_grammar_begins_after_an_end_marker_of_several_tokens(guide, allowed, tokens):
     held = guide(GrammarSpec("json_schema", SCHEMA, "END OF THOUGHT"))
     held.accept(tokens("so END OF THOU"))
     assert tokens("hello")[0] in allowed(held)
@@ -103,14 +103,14 @@ def test_another_token_than_the_forced_one_is_an_error(guide, tokens):
         held.accept(tokens("a"))
 
 
-def test_reasoning_that_ends_in_time_is_left_alone(guide, allowed, tokens):
+def test_reasoning_that_ends_within_the_budget_is_not_changed(guide, allowed, tokens):
     held = guide(None, ThinkingSpec("<think>", "</think>", (2043,), True, 4))
     held.accept(tokens("a</think>"))
     held.accept(tokens("a")[:1] * 9)
     assert allowed(held) is None
 
 
-def test_a_model_that_opens_its_reasoning_itself_is_counted_from_there(guide, allowed, tokens):
+def test_the_budget_counts_from_the_opening_marker_that_the_model_generates(guide, allowed, tokens):
     spec = ThinkingSpec("<think>\n", "\n</think>\n\n", (2043,), False, 2)
     held = guide(None, spec)
     held.accept(tokens("\n<think>"))
@@ -120,7 +120,7 @@ def test_a_model_that_opens_its_reasoning_itself_is_counted_from_there(guide, al
     assert allowed(held) == {2043}
 
 
-def test_a_model_that_never_thinks_has_no_budget(guide, allowed, tokens):
+def test_an_answer_without_reasoning_has_no_budget(guide, allowed, tokens):
     held = guide(None, ThinkingSpec("<think>", "</think>", (2043,), False, 1))
     held.accept(tokens("The <think> marker is text here, and long"))
     assert allowed(held) is None
@@ -140,7 +140,7 @@ def test_a_budget_without_an_end_is_refused(guide):
         guide(None, ThinkingSpec("<think>", "</think>", (), True, 1))
 
 
-def test_forks_go_their_own_ways(guide, allowed, tokens):
+def test_forks_are_independent(guide, allowed, tokens):
     first = guide(GATED, ThinkingSpec("<think>", "</think>", (2043,), True, 6))
     first.accept(tokens("a"))
     second = first.fork()

@@ -30,7 +30,7 @@ EOS = {2, 0}
         (GrammarSpec("json_schema", '{"type": "integer", "maximum": 12}'), "12", "13"),
     ],
 )
-def test_a_grammar_takes_what_fits_and_nothing_else(spec, fits, fits_not, guide, vocabulary):
+def test_a_grammar_accepts_matching_text_and_no_other_text(spec, fits, fits_not, guide, vocabulary):
     held = guide(spec)
     held.accept([*vocabulary.encode(fits), 2])
     with pytest.raises(EngineError, match="not allowed"):
@@ -121,7 +121,7 @@ def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
     assert allowed(other) == {7}
 
 
-def test_without_any_stop_token_the_checkpoints_own_end_the_answer(guide, allowed, vocabulary):
+def test_without_stop_tokens_the_checkpoints_stop_tokens_end_the_answer(guide, allowed, vocabulary):
     held = guide(GrammarSpec.choice(["yes"]), stops=frozenset())
     held.accept(vocabulary.encode("yes"))
     assert allowed(held) == EOS
@@ -154,7 +154,7 @@ def test_strings_of_bounded_length_in_a_tag_hold_no_control_characters(guide, vo
             guide(spec).accept([*vocabulary.encode(wrong), 2])
 
 
-def test_forced_text_comes_as_the_tokenizer_would_write_it(guide, vocabulary):
+def test_forced_text_has_the_tokens_that_the_tokenizer_returns(guide, vocabulary):
     schema = {
         "type": "object",
         "properties": {"temperature": {"const": "unknown"}},
@@ -233,13 +233,13 @@ def test_nothing_is_forced_where_the_answer_may_end(guide, vocabulary):
         ),
     ],
 )
-def test_a_wrong_grammar_is_refused_with_its_place(kind, source, words, problem):
+def test_an_invalid_grammar_is_refused_with_the_position_of_the_error(kind, source, words, problem):
     error = problem(kind, source)
     assert isinstance(error, RequestError)
     assert re.search(words, str(error)), error
 
 
-def test_a_schema_that_is_not_strict_passes_over_what_cannot_be_enforced(guide, vocabulary):
+def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced(guide, vocabulary):
     asked = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     with pytest.raises(RequestError, match="cannot be enforced: uniqueItems"):
         guide(schema_spec(asked, is_strict=True))
@@ -264,7 +264,7 @@ def test_a_schema_cannot_bring_options_of_its_own(guide):
         guide(schema_spec(asked, is_strict=True))
 
 
-def test_bounds_that_would_compile_for_minutes_are_refused_before():
+def test_bounds_whose_compilation_would_take_minutes_are_refused():
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "ab.{0,2000}"}}
     with pytest.raises(
         RequestError, match=r"10 s\. The bound in \$\.format\.pattern, column 4 asks for 2000"
@@ -306,7 +306,7 @@ def test_a_checkpoint_without_an_end_of_sequence_token_is_refused_with_the_remed
 # ---- the cache and the imports -------------------------------------------------------------------
 
 
-def test_the_cache_lets_go_of_what_was_used_longest_ago():
+def test_the_cache_evicts_the_least_recently_used_item():
     cache = ByteCache(10)
     for name in "ab":
         cache.put(name, name, 4)
@@ -318,7 +318,7 @@ def test_the_cache_lets_go_of_what_was_used_longest_ago():
     assert cache.num_bytes == 8
 
 
-def test_what_stubs_need_imports_neither_torch_nor_a_grammar_library():
+def test_the_modules_for_stubs_import_neither_torch_nor_a_grammar_library():
     code = (
         "import sys; from nereid_backend import grammar; "
         "from nereid_backend.grammar import request_spec, validate_answer; "

@@ -15,7 +15,7 @@ NUM_BATCHES = int(os.environ.get("NEREID_RANDOM_SCHEMAS", "100")) // 25
 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
-def test_finished_walks_through_a_random_schema_fit_it(batch, guide, vocabulary):
+def test_finished_texts_of_a_random_schema_are_valid(batch, guide, vocabulary):
     ended = refused = 0
     for number in range(25):
         rng = random.Random(1000 * batch + number)
@@ -35,7 +35,7 @@ def test_finished_walks_through_a_random_schema_fit_it(batch, guide, vocabulary)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_finished_walks_through_a_tool_tag_hold_arguments_that_fit(seed, guide, vocabulary):
+def test_finished_texts_of_a_tool_tag_contain_valid_arguments(seed, guide, vocabulary):
     rng = random.Random(seed)
     asked = schema(rng)
     tag = {

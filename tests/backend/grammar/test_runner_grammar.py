@@ -89,7 +89,7 @@ def answer(runner, sequences, rng=None, expected=None, limit=400):
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_p": 0.9, "logprobs": 1}])
-def test_answers_match_their_schema_and_guesses_change_nothing(guides, decode, params):
+def test_answers_match_their_schema_and_draft_tokens_change_nothing(guides, decode, params):
     spec = GrammarSpec("json_schema", json.dumps(SCHEMA))
 
     def batch():
@@ -105,7 +105,7 @@ def test_answers_match_their_schema_and_guesses_change_nothing(guides, decode, p
     assert [output_of(sequence) for sequence in again] == expected
 
 
-def test_guesses_do_not_take_the_place_of_what_is_forced(guides):
+def test_draft_tokens_do_not_replace_forced_tokens(guides):
     spec = GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": TAG}))
 
     def answer_of(guesses=(), **params):
@@ -122,7 +122,7 @@ def test_guesses_do_not_take_the_place_of_what_is_forced(guides):
     assert answer_of(guesses=drawn[:6]) == forced
 
 
-def test_what_is_forced_comes_in_few_steps(guides, decode):
+def test_forced_tokens_need_few_steps(guides, decode):
     sequence = make_sequence(guides, GrammarSpec("regex", REGEX), temperature=0.0)
     path = HashedPath(VOCAB)
     runner, steps = Runner(path), 0

@@ -230,7 +230,7 @@ def test_a_library_that_panics_is_an_error_of_the_request(pool):
     assert "index out of bounds" in str(pool.submit(QUICK, panic).exception(10))
 
 
-def test_what_waits_when_the_pool_closes_gets_an_error(pool):
+def test_grammars_that_wait_when_the_pool_closes_get_an_error(pool):
     release = threading.Event()
     running = pool.submit(QUICK, lambda: release.wait(20))
     waiting = pool.submit(QUICK, lambda: 1)

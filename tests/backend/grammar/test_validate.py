@@ -7,7 +7,7 @@ from nereid_backend.grammar.validate_answer import describe_violation
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-def test_a_fitting_text_has_no_problem():
+def test_a_valid_text_has_no_violation():
     assert describe_violation('{"a": 1}', SCHEMA) is None
 
 
@@ -20,7 +20,7 @@ def test_a_fitting_text_has_no_problem():
         ("{}", "'a' is a required property"),
     ],
 )
-def test_a_problem_is_told_with_its_place(text, words):
+def test_a_violation_is_described_with_its_path(text, words):
     assert words in describe_violation(text, SCHEMA)
 
 

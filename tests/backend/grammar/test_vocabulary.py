@@ -40,7 +40,7 @@ def test_the_logits_may_be_narrower_than_the_vocabulary(vocabulary):
     assert found.tokens == vocabulary.tokens[:100]
 
 
-def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused():
+def test_a_tokenizer_that_does_not_define_bytes_is_refused():
     with pytest.raises(RequestError, match="does not define the bytes of its tokens"):
         vocabulary_of(object(), 10)
 

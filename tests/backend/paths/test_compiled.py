@@ -80,7 +80,7 @@ def library(one_layer, tmp_path_factory):
     return path, folder
 
 
-def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_shape(
+def test_a_library_is_stored_and_used_for_another_checkpoint_of_the_same_shape(
     library, tmp_path, monkeypatch
 ):
     path, folder = library
@@ -201,7 +201,7 @@ def test_a_library_that_another_engine_has_stored_meanwhile_stays(tmp_path, monk
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_literals_come_back_to_the_model_s_device_but_for_those_of_the_host(tmp_path):
+def test_literals_are_loaded_to_the_models_device_except_literals_of_the_cpu(tmp_path):
     class Elsewhere(torch.Tensor):  # This tensor reports that it is on a GPU.
         device = torch.device("cuda")
 

@@ -92,7 +92,7 @@ def test_tokens_that_a_grammar_forces_continue_the_stored_state(model_type, save
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba", "inkling_text"])
-def test_a_state_starts_anew_when_tokens_were_taken_back(saved, model_type):
+def test_a_state_is_computed_again_after_tokens_were_removed(saved, model_type):
     tier = tier_of(saved(model_type))
     path, fresh = tier.build(SIZES), tier.build(SIZES)
     sequence = request_of(0, PROMPTS[2])
@@ -106,7 +106,7 @@ def test_a_state_starts_anew_when_tokens_were_taken_back(saved, model_type):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "inkling_text", "rwkv"])
-def test_a_request_that_failed_leaves_the_others_their_states(saved, model_type):
+def test_a_failed_request_does_not_change_the_states_of_others(saved, model_type):
     tier = tier_of(saved(model_type))
     path, fresh = tier.build(SIZES), tier.build(SIZES)
     first, second = request_of(0, PROMPTS[1]), request_of(1, PROMPTS[2])
@@ -121,7 +121,7 @@ def test_a_request_that_failed_leaves_the_others_their_states(saved, model_type)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bloom", "bart", "rwkv"])
-def test_logits_are_given_for_as_many_tokens_as_are_wanted(saved, model_type):
+def test_logits_are_computed_for_the_requested_number_of_tokens(saved, model_type):
     tier = tier_of(saved(model_type))
     path = tier.build(SIZES)
     sequence = request_of(0, PROMPTS[2])
@@ -146,7 +146,7 @@ def test_logits_are_given_for_as_many_tokens_as_are_wanted(saved, model_type):
         ("rwkv", r"^path: single; with the model's own cache \(packed: .+\)\. This is slow\.$"),
     ],
 )
-def test_the_path_is_logged_with_the_reasons_against_those_above_it(saved, model_type, pattern):
+def test_the_path_is_logged_with_the_reasons_against_faster_paths(saved, model_type, pattern):
     lines = []
     tier_of(saved(model_type), lines)
     (line,) = lines
@@ -159,7 +159,7 @@ def assert_differs(folder, tier):
     assert f"{tier}: its logits differ from the logits of the unmodified model" in lines[0]
 
 
-def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
+def test_the_self_check_detects_attention_to_padding(saved, monkeypatch):
     right = gathered_cache.GatheredStep.from_chunks
 
     def wrong(chunks, cache):
@@ -171,7 +171,7 @@ def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
     assert_differs(saved("bloom"), "padded")
 
 
-def test_the_self_check_notices_states_of_other_rows(saved, monkeypatch):
+def test_the_self_check_detects_states_of_other_rows(saved, monkeypatch):
     right = recurrent_cache._cut_row
     monkeypatch.setattr(
         recurrent_cache, "_cut_row", lambda value, row, count: right(value, 0, count)
@@ -179,7 +179,7 @@ def test_the_self_check_notices_states_of_other_rows(saved, monkeypatch):
     assert_differs(saved("qwen3_next"), "rows")
 
 
-def test_the_self_check_notices_a_state_that_outlives_its_request(saved, monkeypatch):
+def test_the_self_check_detects_a_state_of_an_earlier_request(saved, monkeypatch):
     monkeypatch.setattr(row_keys, "make_cache", _dirty(row_keys.make_cache))
     assert_differs(saved("mamba"), "rows")
 
@@ -199,7 +199,7 @@ def _dirty(make):
     return made
 
 
-def test_the_self_check_notices_padding_that_is_looked_at_beside_states(saved, monkeypatch):
+def test_the_self_check_detects_attention_to_padding_in_models_with_states(saved, monkeypatch):
     right = gathered_cache.GatheredStep.from_chunks
 
     def wrong(chunks, cache):
@@ -212,12 +212,12 @@ def test_the_self_check_notices_padding_that_is_looked_at_beside_states(saved, m
 
 
 @pytest.mark.parametrize(("max_model_len", "path"), [(64, "packed"), (65, "padded")])
-def test_sparse_attention_runs_packed_within_what_its_indexer_keeps(saved, max_model_len, path):
+def test_sparse_attention_runs_packed_if_the_indexer_keeps_all_tokens(saved, max_model_len, path):
     tier = tier_of(saved("deepseek_v32"), max_model_len=max_model_len)
     assert tier.name == path
 
 
-def test_weights_that_give_no_numbers_are_refused_with_every_paths_reason(tmp_path):
+def test_weights_that_give_nan_are_refused_with_the_reason_of_every_path(tmp_path):
     model = shrink.tiny_model("llama")
     model.model.layers[0].mlp.up_proj.weight.data.fill_(3e38)
     model.save_pretrained(tmp_path)

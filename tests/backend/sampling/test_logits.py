@@ -51,7 +51,7 @@ def slow_penalties(logits, prompt, output, params):
     return torch.tensor(row)
 
 
-def test_logits_of_requests_that_ask_for_nothing_are_handed_through():
+def test_logits_of_requests_without_parameters_are_returned_unchanged():
     logits = torch.randn(2, VOCAB)
     assert processed(logits, make_sequence(), make_sequence(row=1, temperature=1.0)) is logits
 
@@ -67,7 +67,7 @@ def test_logits_of_requests_that_ask_for_nothing_are_handed_through():
     ],
     ids=str,
 )
-def test_penalties_follow_their_definition_while_texts_grow_and_rows_change_hands(penalties):
+def test_penalties_follow_their_definition_while_texts_grow_and_rows_change(penalties):
     rng = np.random.default_rng(3)
     torch.manual_seed(3)
     processor = LogitsProcessor()
@@ -94,7 +94,7 @@ def test_penalties_follow_their_definition_while_texts_grow_and_rows_change_hand
                 text.token_ids += rng.integers(0, VOCAB, rng.integers(0, 4)).tolist()
 
 
-def test_guessed_tokens_count_as_the_answers_at_the_places_behind_them():
+def test_penalties_count_the_draft_tokens_before_a_position():
     torch.manual_seed(0)
     params = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.5}
     for output in ([], [4], [9, 9, 2]):
@@ -177,7 +177,9 @@ def test_a_bias_does_not_bring_back_a_token_that_is_not_allowed():
         ([10, 20, 7], [], [40]),
     ],
 )
-def test_the_last_token_of_a_bad_word_is_out_of_reach_behind_the_others(output, drafts, forbidden):
+def test_the_last_token_of_a_bad_word_is_forbidden_after_its_other_tokens(
+    output, drafts, forbidden
+):
     sequence = make_sequence(
         (10, 20), output, bad_words_token_ids=[[10, 20, 30], [20, 21], [40], [10, 20, 30, 50]]
     )
@@ -212,7 +214,7 @@ def test_the_time_of_a_step_does_not_grow_with_the_number_of_bad_words():
     assert found[0].isinf().nonzero().squeeze(1).tolist() == [11, 16]
 
 
-def test_min_tokens_counts_guessed_tokens():
+def test_min_tokens_counts_draft_tokens():
     sequence = make_sequence(eos=(5,), min_tokens=2, output=[9])
     logits = torch.zeros(1, VOCAB)
     assert processed(logits, sequence)[0, 5] == -INF
@@ -257,7 +259,7 @@ def test_masks_set_all_and_only_forbidden_tokens_to_minus_infinity():
         assert torch.equal(with_masks(logits[[0, 2, 3]], dict(enumerate(words))), found[[0, 2, 3]])
 
 
-def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):
+def test_sampled_tokens_do_not_depend_on_the_slices_of_a_batch(monkeypatch):
     torch.manual_seed(1)
     settings = [{"logprobs": 3}, {"temperature": 1.0, "repetition_penalty": 1.3}, {"logprobs": 0}]
     sequences = [make_sequence(row=i, seed=i, **settings[i % 3]) for i in range(30)]

@@ -41,7 +41,7 @@ def test_equal_logits_share_the_better_rank():
     assert sample(logits, [make_sequence(logprobs=1)])[0].top[0].rank == 1
 
 
-def test_more_top_tokens_than_the_vocabulary_has_are_all_of_it():
+def test_top_logprobs_contain_at_most_the_whole_vocabulary():
     (outcome,) = sample(torch.randn(1, 6), [make_sequence((1,), logprobs=20)])
     assert sorted(outcome.top[0].token_ids[1:]) == list(range(6))
 

@@ -51,7 +51,7 @@ def test_of_equal_logits_the_first_is_the_likeliest(dtype, place):
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 3, 4100, 8999])
 @pytest.mark.parametrize("others", [0.0, float("-inf")])
-def test_a_row_that_is_no_distribution_has_no_finite_sum_and_its_neighbours_have(
+def test_a_row_with_nan_or_infinity_has_no_finite_sum_and_other_rows_have(
     dtype, wrong, place, others
 ):
     logits = torch.zeros(3, 9000, dtype=dtype)
@@ -62,11 +62,11 @@ def test_a_row_that_is_no_distribution_has_no_finite_sum_and_its_neighbours_have
     assert 0 <= found.likeliest.min() <= found.likeliest.max() < 9000
 
 
-def test_a_row_of_which_nothing_is_left_has_no_finite_sum():
+def test_a_row_without_allowed_tokens_has_no_finite_sum():
     assert not argmax_logsumexp(torch.full((1, 40), float("-inf"))).logsumexp.isfinite()
 
 
-def test_rows_that_lie_apart_are_read_where_they_lie():
+def test_rows_that_are_not_adjacent_in_memory_are_read_correctly():
     wide = torch.randn(4, 60)
     for logits in (wide[:, 3:50], wide[::2, :47], wide.T):
         found, expected = argmax_logsumexp(logits), argmax_logsumexp(logits.contiguous())

@@ -40,7 +40,7 @@ def probs_of(logits, temperature):
 
 
 @given(**rows_of_logits, uniform=st.sampled_from([0.0, 0.2, 0.5, 0.97, 1 - 2**-53]))
-def test_a_draw_is_the_token_at_which_the_cumulated_probabilities_pass_the_random_number(
+def test_a_sampled_token_is_the_first_at_which_the_sum_of_probabilities_exceeds_the_random_number(
     dtype, size, height, share_out, temperature, seed, uniform
 ):
     logits = some_logits(dtype, size, height, share_out, seed)
@@ -76,9 +76,7 @@ def test_the_likeliest_tokens_come_with_their_probabilities(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_rows_that_are_no_distribution_give_some_token_and_leave_their_neighbours_alone(
-    dtype, wrong
-):
+def test_rows_with_nan_or_infinity_give_a_token_and_do_not_change_other_rows(dtype, wrong):
     logits = torch.zeros(3, 9000, dtype=dtype)
     logits[1, 4100] = wrong
     logits[:, 7] = 30.0
@@ -95,7 +93,7 @@ def test_rows_that_are_no_distribution_give_some_token_and_leave_their_neighbour
     "wish", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.99, "min_p": 0.01}]
 )
 @pytest.mark.parametrize("height", [1, 2, 4])
-def test_draws_are_those_that_torch_makes_without_the_kernels(wish, height, monkeypatch):
+def test_the_kernels_sample_the_same_tokens_as_torch(wish, height, monkeypatch):
     torch.manual_seed(0)
     # A smaller `height` makes the distribution flatter, so that the filters keep more tokens.
     logits = torch.randn(200, 5000) * height

@@ -89,7 +89,7 @@ def test_draws_follow_the_distribution_by_its_definition(params):
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 16, 64])
-def test_what_the_filters_leave_does_not_depend_on_how_many_tokens_are_looked_at(
+def test_the_tokens_that_filters_keep_do_not_depend_on_the_number_of_examined_tokens(
     monkeypatch, width
 ):
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_what_the_filters_leave_does_not_depend_on_how_many_tokens_are_looked_at
 
 
 @pytest.mark.parametrize("width", [2, 3, 64])
-def test_tokens_that_tie_with_the_last_one_that_a_filter_leaves_stay(monkeypatch, width):
+def test_tokens_with_the_same_logit_as_the_last_kept_token_are_kept(monkeypatch, width):
     monkeypatch.setattr(random_sampling, "_LIKELIEST", width)
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]]).expand(400, -1)
     for params in ({"top_k": 2}, {"top_p": 0.75}):
@@ -173,7 +173,7 @@ def test_a_model_may_forbid_tokens_with_minus_infinity():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stop_tokens_are_out_of_reach_before_min_tokens(temperature):
+def test_stop_tokens_are_forbidden_before_min_tokens(temperature):
     logits = torch.zeros(2, VOCAB)
     logits[:, 5] = 50.0
     params = {"min_tokens": 2, "stop_token_ids": (5, VOCAB + 9), "temperature": temperature}
@@ -224,7 +224,7 @@ def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatc
         assert wrong <= 2, "more than rounding explains"
 
 
-def test_rows_in_doubt_are_chosen_again_when_the_choices_are_read(monkeypatch):
+def test_uncertain_rows_are_sampled_again_when_the_result_is_read(monkeypatch):
     monkeypatch.setattr(random_sampling, "_LIKELIEST_DEFERRED", 2)
     torch.manual_seed(5)
     settings = [{"top_p": 0.9, "logprobs": 2}, {"top_k": 30}, {"temperature": 0.0}, {}]

@@ -33,7 +33,7 @@ def answers(outputs):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.usefixtures("cheap_drafts")
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd_that_is_preempted_and_guesses(
+def test_a_seed_gives_the_same_tokens_alone_and_among_preempted_requests_with_drafts(
     checkpoint, seed
 ):
     rng = random.Random(seed)

@@ -31,7 +31,7 @@ def pieces(decode, ids, sizes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", SAMPLES)
 @pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [7]])
-def test_pieces_join_to_what_decoding_at_once_gives(kind, text, sizes):
+def test_the_joined_pieces_equal_the_text_of_all_tokens(kind, text, sizes):
     tokenizer = zoo.ALL[kind]()
     decode = decode_with(tokenizer)
     ids = tokenizer.encode(text).ids
@@ -39,7 +39,7 @@ def test_pieces_join_to_what_decoding_at_once_gives(kind, text, sizes):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_no_piece_holds_half_a_character(kind):
+def test_no_piece_contains_half_a_character(kind):
     tokenizer = zoo.ALL[kind]()
     ids = tokenizer.encode("🎉 你好 👩‍👩‍👧 é").ids
     assert all("�" not in piece for piece in pieces(decode_with(tokenizer), ids, [1]))
@@ -51,7 +51,7 @@ def test_no_piece_holds_half_a_character(kind):
     text=st.text(max_size=40),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_any_text_survives_any_cut(kind, text, sizes):
+def test_any_text_is_unchanged_for_any_division_into_pieces(kind, text, sizes):
     tokenizer = zoo.ALL[kind]()
     decode = decode_with(tokenizer)
     ids = tokenizer.encode(text).ids
@@ -62,7 +62,7 @@ def test_any_text_survives_any_cut(kind, text, sizes):
 @given(
     ids=st.lists(st.integers(0, 350), max_size=60), sizes=st.lists(st.integers(1, 4), min_size=1)
 )
-def test_any_token_ids_give_text_and_an_end(ids, sizes):
+def test_any_token_ids_give_a_text(ids, sizes):
     tokenizer = zoo.byte_level()
     given_text = "".join(pieces(decode_with(tokenizer), ids, sizes))
     # In pieces, invalid bytes may become more or fewer U+FFFD than at once. All valid characters
@@ -80,7 +80,7 @@ def test_a_completion_keeps_the_space_before_its_first_word():
     assert Detokenizer(decode).feed(answer) == "quick"
 
 
-def test_a_special_token_in_the_middle_costs_no_space():
+def test_a_special_token_in_the_middle_removes_no_space():
     tokenizer = zoo.byte_fallback()
     decode = decode_with(tokenizer)
     end = tokenizer.token_to_id(zoo.SPECIAL)
@@ -88,7 +88,7 @@ def test_a_special_token_in_the_middle_costs_no_space():
     assert "".join(pieces(decode, ids, [1])) == decode(ids)
 
 
-def test_endless_wrong_bytes_are_given_out_and_not_collected():
+def test_endless_invalid_bytes_are_returned_and_not_stored():
     tokenizer = zoo.byte_level()
     calls = []
 

@@ -19,27 +19,27 @@ def test_text_ends_before_the_stop_string():
     assert run("one two END three", ["END"]) == ("one two ", "END")
 
 
-def test_the_stop_string_stays_when_asked_for():
+def test_the_stop_string_is_returned_on_request():
     assert run("one END two", ["END"], include=True) == ("one END", "END")
 
 
-def test_a_stop_string_cut_over_pieces_is_found_and_none_of_it_is_given_out():
+def test_a_stop_string_in_several_pieces_is_found_and_not_returned():
     matcher = StopStrings(["</s>"])
     assert [matcher.feed(c).text for c in "ab</"] == ["a", "b", "", ""]
     assert matcher.feed("s>").stop == "</s>"
 
 
-def test_a_false_start_is_given_out():
+def test_an_incomplete_stop_string_is_returned():
     assert run("a </b> c", ["</s>"]) == ("a </b> c", None)
     assert run("ends with </", ["</s>"]) == ("ends with </", None)
 
 
-def test_the_stop_that_is_complete_first_wins_and_of_those_the_longest():
+def test_the_stop_string_that_is_complete_first_ends_the_text_or_the_longest_of_several():
     assert run("xabcd", ["cd", "bc"], (5,)) == ("xa", "bc")
     assert run("xabc", ["bc", "abc"], (4,)) == ("x", "abc")
 
 
-def test_no_stops_means_no_waiting():
+def test_without_stop_strings_text_is_returned_at_once():
     assert StopStrings([]).feed("anything").text == "anything"
 
 
@@ -49,7 +49,7 @@ def test_no_stops_means_no_waiting():
     stops=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
 )
-def test_what_is_given_out_does_not_depend_on_the_cut(text, stops, sizes):
+def test_the_output_does_not_depend_on_the_pieces(text, stops, sizes):
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     out, found = run(text, stops, sizes)
     assert (found is not None) == bool(ends)

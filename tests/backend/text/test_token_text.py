@@ -48,7 +48,7 @@ def test_the_text_of_an_added_token_is_the_text_in_an_answer(name, content):
     assert texts.text(token_id) == decoded.removeprefix("a")
 
 
-def test_half_a_character_is_a_replacement_mark_with_exact_bytes():
+def test_half_a_character_is_a_replacement_character_with_exact_bytes():
     tokenizer = ALL["byte_level"]()
     ids = tokenizer.encode("𝄞").ids
     entry = openai_entry([[ids[0]], [-1.0], 1], TEXTS["byte_level"])
@@ -60,7 +60,7 @@ def test_an_id_outside_of_the_vocabulary_has_no_text():
     assert all(texts.data(10**6) == b"" for texts in TEXTS.values())
 
 
-def test_an_impossible_token_has_a_number_that_json_can_carry():
+def test_a_token_of_probability_zero_has_a_finite_logprob():
     texts = TEXTS["byte_level"]
     entry = openai_entry([[5, 6], [float("-inf"), -1.0], 9], texts)
     assert entry["logprob"] == LOWEST

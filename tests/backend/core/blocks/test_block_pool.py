@@ -2,14 +2,14 @@ import pytest
 from nereid_backend.core.blocks.block_pool import BlockPool
 
 
-def test_blocks_are_handed_out_once_each_until_none_is_left():
+def test_each_free_block_is_allocated_once():
     pool = BlockPool(5)
     taken = pool.allocate(2) + pool.allocate(3)
     assert sorted(taken) == [0, 1, 2, 3, 4]
     assert (pool.num_free, pool.num_used) == (0, 5)
 
 
-def test_released_blocks_can_be_taken_again():
+def test_released_blocks_can_be_allocated_again():
     pool = BlockPool(3)
     blocks = pool.allocate(3)
     pool.release(blocks[:2])
@@ -17,13 +17,13 @@ def test_released_blocks_can_be_taken_again():
     assert sorted(pool.allocate(2)) == sorted(blocks[:2])
 
 
-def test_taking_no_block_takes_none():
+def test_an_allocation_of_no_blocks_changes_nothing():
     pool = BlockPool(2)
     assert pool.allocate(0) == []
     assert pool.num_free == 2
 
 
-def test_releasing_a_block_twice_is_caught():
+def test_releasing_a_block_twice_is_an_error():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release(blocks)
@@ -31,7 +31,7 @@ def test_releasing_a_block_twice_is_caught():
         pool.release(blocks)
 
 
-def test_taking_more_than_there_is_is_caught():
+def test_allocating_more_blocks_than_are_free_is_an_error():
     with pytest.raises(AssertionError, match="3 blocks were requested, but only 2 blocks are free"):
         BlockPool(2).allocate(3)
 

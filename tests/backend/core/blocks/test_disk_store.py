@@ -72,13 +72,13 @@ def test_a_damaged_file_is_deleted_and_reported_once(tmp_path, caplog, damage):
 
 
 @pytest.mark.parametrize("name", IDENTITY)
-def test_another_model_data_type_or_layout_finds_nothing(tmp_path, name):
+def test_the_files_of_another_model_data_type_or_layout_are_not_read(tmp_path, name):
     written(tmp_path, {b"a": b"1"})
     assert b"a" not in open_store(tmp_path, **{name: "other"})
     assert open_store(tmp_path).read(b"a") == b"1"
 
 
-def test_a_file_of_another_model_under_our_name_is_not_used(tmp_path):
+def test_a_file_of_another_model_with_the_expected_name_is_not_used(tmp_path):
     written(tmp_path / "ours", {b"a": b"1"})
     written(tmp_path / "theirs", {b"a": b"1"}, model="other")
     (ours,), (theirs,) = files_of(tmp_path / "ours"), files_of(tmp_path / "theirs")

@@ -53,24 +53,24 @@ def test_full_blocks_are_found_after_their_request_is_gone(pool, cache):
     assert find(cache, make_sequence([*TOKENS, 5])) == blocks[:2]
 
 
-def test_the_last_token_is_left_to_compute(pool, cache):
+def test_the_last_token_of_a_cached_prompt_is_computed_again(pool, cache):
     blocks = computed(pool, cache, make_sequence(TOKENS[:8]))
     assert find(cache, make_sequence(TOKENS[:8])) == blocks[:1]
 
 
-def test_a_block_is_found_only_behind_the_blocks_that_it_came_after(pool, cache):
+def test_a_block_is_found_only_after_the_same_preceding_blocks(pool, cache):
     computed(pool, cache, make_sequence(TOKENS))
     assert find(cache, make_sequence([7, 7, 7, 7, *TOKENS[4:]])) == []
     assert find(cache, make_sequence(TOKENS[4:])) == []
 
 
-def test_another_salt_finds_nothing(pool, cache):
+def test_a_prompt_with_another_salt_finds_no_blocks(pool, cache):
     computed(pool, cache, make_sequence(TOKENS, "one"))
     assert find(cache, make_sequence(TOKENS, "two")) == []
     assert len(find(cache, make_sequence(TOKENS, "one"))) == 2
 
 
-def test_a_salt_that_looks_like_a_blocks_name_leads_to_no_other_block(pool, cache):
+def test_a_salt_that_equals_the_hash_of_a_block_finds_no_blocks(pool, cache):
     # If a salt were hashed in the same way as the digest of a block, a sequence whose salt is such
     # a digest would find the second block of `sequence` as its own first block.
     for start in range(10_000):
@@ -90,7 +90,7 @@ def test_any_text_can_be_a_salt(pool, cache):
     assert len(find(cache, make_sequence(TOKENS, "\ud800"))) == 2
 
 
-def test_the_longest_unused_is_forgotten_first_and_a_tail_before_its_head(pool, cache):
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end(pool, cache):
     old, new = list(range(200, 213)), list(range(300, 313))
     computed(pool, cache, make_sequence(old))
     computed(pool, cache, make_sequence(new))
@@ -101,7 +101,7 @@ def test_the_longest_unused_is_forgotten_first_and_a_tail_before_its_head(pool, 
     cache.check()
 
 
-def test_a_hit_keeps_a_prefix_from_being_the_next_to_go(pool, cache):
+def test_a_prefix_that_was_used_again_is_evicted_last(pool, cache):
     old, new = list(range(200, 213)), list(range(300, 313))
     for tokens in (old, new, old):
         computed(pool, cache, make_sequence(tokens))
@@ -110,7 +110,7 @@ def test_a_hit_keeps_a_prefix_from_being_the_next_to_go(pool, cache):
     assert len(find(cache, make_sequence(new))) == 1
 
 
-def test_a_block_that_went_wrong_is_not_found(pool, cache):
+def test_a_forgotten_block_is_not_found(pool, cache):
     blocks = computed(pool, cache, make_sequence(TOKENS))
     cache.forget(blocks[1])
     assert find(cache, make_sequence(TOKENS)) == blocks[:1]
@@ -128,7 +128,7 @@ def test_the_same_tokens_computed_twice_are_found_once(pool, cache):
     cache.check()
 
 
-def test_random_requests_find_exactly_what_a_search_through_all_of_the_past_finds():
+def test_random_requests_find_the_blocks_that_a_search_of_all_earlier_requests_finds():
     rng = random.Random(1)
     pool = BlockPool(400)
     cache = PrefixCache(pool, BLOCK)

@@ -21,11 +21,13 @@ def make_sequence(tokens: list[int]) -> Sequence:
         ([5, 6, 5, 6, 5], 9, [6, 5, 6, 5]),
     ],
 )
-def test_what_followed_the_last_three_tokens_before_is_proposed(tokens, limit, expected):
+def test_the_tokens_after_an_earlier_occurrence_of_the_last_three_tokens_are_proposed(
+    tokens, limit, expected
+):
     assert PromptLookup(4).propose(make_sequence(tokens), limit) == expected
 
 
-def test_tokens_that_came_since_are_searched_too():
+def test_tokens_that_were_added_since_the_last_search_are_searched():
     lookup = PromptLookup(4)
     sequence = make_sequence([1, 2, 3, 4])
     assert lookup.propose(sequence, 2) == []
@@ -33,7 +35,7 @@ def test_tokens_that_came_since_are_searched_too():
     assert lookup.propose(sequence, 2) == [5, 6]
 
 
-def test_a_request_whose_guesses_are_wrong_pauses_and_tries_again_later():
+def test_a_request_whose_drafts_are_rejected_pauses_and_tries_again_later():
     lookup = PromptLookup(2)
     sequence = make_sequence([1, 2, 3, 4, 1, 2, 3])
     tries = []
@@ -47,7 +49,7 @@ def test_a_request_whose_guesses_are_wrong_pauses_and_tries_again_later():
     assert lookup.lengths.num_accepted == 0
 
 
-def test_guesses_that_are_right_go_on():
+def test_drafts_continue_while_they_are_accepted():
     lookup = PromptLookup(2)
     sequence = make_sequence([1, 2, 3, 4, 1, 2, 3])
     for _ in range(50):

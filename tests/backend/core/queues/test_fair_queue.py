@@ -74,7 +74,7 @@ def test_a_preempted_request_of_a_greedy_client_still_finishes():
     assert len(ended) == 12 + 80
 
 
-def test_what_a_client_does_not_need_goes_to_the_others():
+def test_the_unused_share_of_a_client_goes_to_the_others():
     equal = {"a": 1.0, "b": 1.0, "c": 1.0}
     assert fair_shares({"a": 4000, "b": 100}, equal, 512) == {"a": 412, "b": 100}
     assert fair_shares({"a": 900, "b": 900, "c": 50}, equal, 250) == {"a": 100, "b": 100, "c": 50}

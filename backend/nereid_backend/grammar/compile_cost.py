@@ -179,6 +179,11 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
     )
 
 
+def pattern_repetitions(pattern: str) -> int:
+    """Return the sum of all bounds in a regular expression. Example: 6 for `a{4}b{1,2}`."""
+    return sum(bound.repetitions for bound in _pattern_bounds(pattern, "the pattern"))
+
+
 def _bounds(kind: str, source: str) -> Iterator[_Bound]:
     """Yield all limits on repetitions in a grammar."""
     if kind == "structural_tag":

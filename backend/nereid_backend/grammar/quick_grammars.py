@@ -3,8 +3,10 @@
 
 import json
 import re
+from collections.abc import Iterator
 
 from nereid_backend.core.grammar import GrammarSpec
+from nereid_backend.grammar.compile_cost import pattern_repetitions
 
 # A schema of at most _QUICK_BYTES characters compiles in at most a tenth of a second, unless it
 # contains a slow keyword or pattern.
@@ -15,11 +17,13 @@ _QUICK_PATTERN_CHARS = 128
 # `(a{9}){9}` and `a{9}{9}`.
 _SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]|\}\s*\{")
 # These keywords can make even a small schema slow to compile. For example, the libraries combine
-# all schemas of an `allOf` with each other.
+# all schemas of an `allOf` with each other, and xgrammar 0.2.8 needs minutes for `minProperties`
+# with 250 properties.
 _SLOW_WORDS = frozenset(
     {
         *("allOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "grammar"),
         *("dependentSchemas", "multipleOf", "uniqueItems", "contains"),
+        *("minProperties", "maxProperties"),
     }
 )
 # Types of nodes in structural tags. Only clients use these types. With some of these nodes,
@@ -31,8 +35,14 @@ _RISKY_NODES = frozenset(
         *("dispatch", "token_dispatch", "repeat"),
     }
 )
-_LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties"})
+_LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
 _QUICK_LENGTH = 1000
+# xgrammar 0.2.8, which compiles structural tags, needs time for each repetition that the patterns
+# and lengths of a tag allow, and for a repetition in a pattern about 20 times as long as for a
+# repetition in a length. Even with a vocabulary of 2048 tokens, 60 patterns `.{0,99}` take nine
+# seconds. The sum of all repetitions in a quick tag is at most _QUICK_TAG_REPETITIONS.
+_QUICK_TAG_REPETITIONS = 640
+_PATTERN_WEIGHT = 20
 
 
 def is_quick(spec: GrammarSpec) -> bool:
@@ -52,7 +62,26 @@ def is_quick(spec: GrammarSpec) -> bool:
         # The text is not valid JSON. The compiler reports this error quickly, so the grammar need
         # not be tested in a child process.
         return True
-    return not _needs_trial(value)
+    if _needs_trial(value):
+        return False
+    return spec.kind != "structural_tag" or _num_repetitions(value) <= _QUICK_TAG_REPETITIONS
+
+
+def _num_repetitions(tag: object) -> float:
+    """Return the number of repetitions in the patterns and lengths of a structural tag.
+
+    A repetition in a pattern is counted _PATTERN_WEIGHT times. Example: a schema with
+    `"maxLength": 50` and a schema with the pattern `a{4}b{1,2}` have 50 + 6 * 20 repetitions. If a
+    length is NaN, the result is NaN.
+    """
+    total = 0.0
+    for node in _objects_in(tag):
+        pattern = node.get("pattern")
+        if isinstance(pattern, str):
+            total += _PATTERN_WEIGHT * pattern_repetitions(pattern)
+        lengths = (node.get(name) for name in _LENGTHS)
+        total += sum(max(length, 0) for length in lengths if isinstance(length, int | float))
+    return total
 
 
 def _needs_trial(value: object) -> bool:
@@ -61,16 +90,19 @@ def _needs_trial(value: object) -> bool:
     The value is a JSON schema, a structural tag or a list of choices. Example: a schema needs a
     trial if it contains the keyword `allOf` at any depth.
     """
+    return any(_can_crash(node) or _is_slow(node) for node in _objects_in(value))
+
+
+def _objects_in(value: object) -> Iterator[dict[str, object]]:
+    """Yield all JSON objects in a JSON value, at any depth."""
     nodes = [value]  # the values that are not examined yet
     while nodes:
         node = nodes.pop()
         if isinstance(node, list):
             nodes += node
         elif isinstance(node, dict):
-            if _can_crash(node) or _is_slow(node):
-                return True
+            yield node
             nodes += node.values()
-    return False
 
 
 def _can_crash(node: dict[str, object]) -> bool:

@@ -29,6 +29,11 @@ def schema(**words):
     return GrammarSpec("json_schema", json.dumps({"type": "object", **words}))
 
 
+def tag(schema):
+    node = {"type": "json_schema", "json_schema": {"anyOf": [{"type": "null"}, schema]}}
+    return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": node}))
+
+
 def properties(count):
     return {f"p{i}": {"type": "string"} for i in range(count)}
 
@@ -48,6 +53,16 @@ def properties(count):
         (GrammarSpec("regex", "a{99}{99}{99}"), False),
         (GrammarSpec("structural_tag", '{"format": {"type": "token_dispatch"}}'), False),
         (GrammarSpec("structural_tag", '{"format": {"type": "any_text"}}'), True),
+        (
+            tag({"properties": properties(20), "maxLength": 100, "pattern": "[0-9]{4}-[0-9]{2}"}),
+            True,
+        ),
+        (tag({"properties": properties(20), "minProperties": 10}), False),
+        (tag({"pattern": ".{0,9}" * 20}), False),
+        (tag({"anyOf": [{"maxLength": 500}, {"maxLength": 501}]}), False),
+        (tag({"anyOf": [{"maxLength": 900}, {"maxLength": -900}]}), False),
+        (tag({"maxLength": float("nan")}), False),
+        (tag({"maxLength": 10**400}), False),
         (GrammarSpec("regex", "a{2,9}?b{9}"), True),
         (GrammarSpec("ebnf", 'root ::= "a"'), False),
         (GrammarSpec("json_schema", "[" * 5000), True),

@@ -137,6 +137,14 @@ def test_an_opening_marker_that_the_content_quotes_stays_in_the_content(content,
     assert (message.reasoning, message.content) == ("a\nb", content)
 
 
+@pytest.mark.parametrize("size", [1, 3, 10**9])
+def test_later_reasoning_in_the_content_is_unchanged_if_reasoning_is_not_separated(size):
+    reasoning = Reasoning("<think>\n", "\n</think>\n\n", shown=Shown.INLINE)
+    text = "<think>\na\n</think>\n\nHi.\n\n<think>\nb\n</think>\n\nBye."
+    message = parsed(Format("inline", Sections(reasoning)), text, size)
+    assert (message.reasoning, message.content) == (None, text)
+
+
 def test_an_opening_marker_inside_reasoning_is_text():
     assert parsed(QWEN, "<think>a <think> b</think>c", 1).reasoning == "a <think> b"
 

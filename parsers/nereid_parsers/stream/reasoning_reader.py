@@ -354,7 +354,8 @@ class ReasoningReader:
             `Hi.\n<think>Hm`         True: the text before the tag does not quote the tag.
             `Write <think> first.`   False: ordinary text may contain this marker.
 
-        If the policy requires that tool calls come first, only the first example is reasoning.
+        If the policy requires that tool calls come first, only the first example is reasoning. If
+        the client receives reasoning as content ("inline"), the fourth example is content.
         """
         if self._is_at_message_start():
             return True
@@ -362,6 +363,8 @@ class ReasoningReader:
             return False
         if self._text_writer.is_after_marker or is_special_token(marker):
             return True
+        if self._is_inline:
+            return False  # The text stays in the content, with the white space before the marker.
         return looks_like_markup(marker) and not self._text_writer.quotes_next_tag()
 
     def close_in_content(self, marker: str) -> State | None:

@@ -1,6 +1,50 @@
 """The command lines of the programs in this package."""
 
 import argparse
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Option(NamedTuple):
+    """An option of a command line.
+
+    The default shows which values the option takes: several values if it is a list, no value if it
+    is False, and otherwise one value. If it is None or an empty list, `value_type` is necessary for
+    values that are not texts.
+    """
+
+    default: Any
+    help: str
+    choices: Collection[str] | None = None
+    value_type: Callable[[str], object] | None = None
+
+
+def parse(
+    description: str | None, options: Mapping[str, Option], words: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse the command line of a program.
+
+    Args:
+        description: the beginning of the help text.
+        options: the name of each option, such as "--rounds", and its properties.
+        words: the command line; None for the command line of this process.
+    """
+    command_line = parser(description)
+    for name, option in options.items():
+        if option.default is False:
+            command_line.add_argument(name, action="store_true", help=option.help)
+            continue
+        is_list = isinstance(option.default, list)
+        example = next(iter(option.default), "") if is_list else option.default
+        command_line.add_argument(
+            name,
+            type=option.value_type or (str if example is None else type(example)),
+            nargs="*" if is_list else None,
+            default=option.default,
+            choices=option.choices,
+            help=option.help,
+        )
+    return command_line.parse_args(words)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -33,19 +33,34 @@ from pathlib import Path
 import torch
 
 from loadtest import command_line
-from loadtest.bench.bench_tables import Comparison, comparison_table
+from loadtest.bench.bench_tables import comparison_table
 from loadtest.bench.contestants import CONTESTANTS, run_contestant
 from loadtest.bench.machine import MachineLimits, measure_limits, processor_name
 from loadtest.bench.random_models import SHAPES, make_checkpoint
+from loadtest.command_line import Option
 from loadtest.peers.json_programs import Report
 from loadtest.peers.workload import Workload
 
 _DEFAULT_CONTESTANTS = ["nereid", "nereid compiled", "generate", "generate_batch", "llama.cpp"]
 
+_OPTIONS = {
+    "--shapes": Option(["demo", "0.1b"], "shapes of the model", SHAPES),
+    "--contestants": Option(_DEFAULT_CONTESTANTS, "engines to compare", list(CONTESTANTS)),
+    "--dtype": Option("bfloat16", "dtype of the weights", ["float32", "bfloat16"]),
+    "--prefill": Option([512], "prompt lengths of the prefill rows"),
+    "--decode": Option([1, 4, 16], "batch sizes of the decode rows"),
+    "--context": Option([512], "prompt lengths of the decode rows"),
+    "--answer": Option(128, "number of generated tokens in the decode rows"),
+    "--repeat": Option(3, "number of measurements in each process"),
+    "--rounds": Option(2, "number of processes of each engine"),
+    "--threads": Option(len(os.sched_getaffinity(0)), "number of threads (default: %(default)s)"),
+    "--folder": Option(None, "keep the checkpoints and converted files here for the next run"),
+}
+
 
 def main() -> None:
     """Measure all shapes and contexts, and print Markdown."""
-    args = arguments().parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     torch.set_num_threads(args.threads)
     limits = measure_limits(getattr(torch, args.dtype))
     print(introduction(args, limits), flush=True)
@@ -55,30 +70,9 @@ def main() -> None:
             num_parameters = make_checkpoint(path, shape, args.dtype)
             for context in args.context:
                 reports = run_rounds(path, shape, context, args)
-                comparison = Comparison(
-                    f"{shape}, context {context}", num_parameters, args.dtype, reports, limits
-                )
-                print(comparison_table(comparison, args.prefill, args.decode), flush=True)
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    engines, usual = list(CONTESTANTS), _DEFAULT_CONTESTANTS
-    threads = len(os.sched_getaffinity(0))
-    add("--shapes", nargs="+", choices=SHAPES, default=["demo", "0.1b"], help="shapes of the model")
-    add("--contestants", nargs="+", choices=engines, default=usual, help="engines to compare")
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="dtype of the weights")
-    add("--prefill", type=int, nargs="*", default=[512], help="prompt lengths of the prefill rows")
-    add("--decode", type=int, nargs="*", default=[1, 4, 16], help="batch sizes of the decode rows")
-    add("--context", type=int, nargs="+", default=[512], help="prompt lengths of the decode rows")
-    add("--answer", type=int, default=128, help="number of generated tokens in the decode rows")
-    add("--repeat", type=int, default=3, help="number of measurements in each process")
-    add("--rounds", type=int, default=2, help="number of processes of each engine")
-    add("--threads", type=int, default=threads, help="number of threads (default: %(default)s)")
-    add("--folder", help="keep the checkpoints and converted files here for the next run")
-    return parser
+                size = f"{num_parameters / 1e6:.0f}M parameters"
+                print(f"### {shape}, context {context}: {size}, tokens/s\n")
+                print(comparison_table(reports, num_parameters, limits, args), flush=True)
 
 
 def introduction(args: argparse.Namespace, limits: MachineLimits) -> str:

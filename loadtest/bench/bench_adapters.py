@@ -26,12 +26,28 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from loadtest import command_line
+from loadtest.bench.engine_steps import timed_steps
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
 from loadtest.bench.random_prompts import random_prompt
+from loadtest.command_line import Option
 
 # The standard deviation of the weights of adapters.
 _WEIGHT_DEVIATION = 0.02
+
+_OPTIONS = {
+    "--models": Option([], "folders of checkpoints"),
+    "--shapes": Option([], "random models", sorted(SHAPES)),
+    "--dtype": Option("bfloat16", "dtype of the model", ["float32", "bfloat16"]),
+    "--batch": Option(16, "number of requests"),
+    "--adapters": Option(4, "number of adapters"),
+    "--rank": Option(8, "rank of the adapters"),
+    "--context": Option(128, "tokens of each prompt"),
+    "--answer": Option(64, "tokens of each answer"),
+    "--rounds": Option(7, "number of rounds"),
+    "--threads": Option(1, "number of threads"),
+    "--compile": Option(False, "compile the forward pass before the measurement"),
+}
 
 
 class Speeds(NamedTuple):
@@ -43,7 +59,7 @@ class Speeds(NamedTuple):
 
 def main() -> None:
     """Measure all models, and print a table."""
-    args = arguments().parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     print(
         f"Batches of {args.batch} requests, {args.adapters} adapters of rank {args.rank}, "
         f"{args.dtype}, compile_forward={args.compile}, {args.threads} threads.\n"
@@ -56,24 +72,6 @@ def main() -> None:
         rows = (measure_model(model, args) for model in models)
         head = ["model", "tokens/CPU s", "with adapters", "loss", "range of the loss"]
         print_table(head, rows)
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    add("--models", nargs="*", default=[], help="folders of checkpoints")
-    add("--shapes", nargs="*", default=[], choices=sorted(SHAPES), help="random models")
-    add("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="dtype of the model")
-    add("--batch", type=int, default=16, help="number of requests")
-    add("--adapters", type=int, default=4, help="number of adapters")
-    add("--rank", type=int, default=8, help="rank of the adapters")
-    add("--context", type=int, default=128, help="tokens of each prompt")
-    add("--answer", type=int, default=64, help="tokens of each answer")
-    add("--rounds", type=int, default=7, help="number of rounds")
-    add("--threads", type=int, default=1, help="number of threads")
-    add("--compile", action="store_true", help="compile the forward pass before the measurement")
-    return parser
 
 
 def measure_model(model: Path, args: argparse.Namespace) -> list[str]:
@@ -151,12 +149,11 @@ def decode_speed(
         )
         prompt = random_prompt(rng, engine.info.vocab_size, args.context)
         engine.add_request(str(number), prompt, params)
-    full_steps = []
-    while engine.has_work():
-        started = time.process_time()
-        updates = engine.step()
-        if len(updates) == args.batch:
-            full_steps.append(time.process_time() - started)
+    full_steps = [
+        step.seconds
+        for step in timed_steps(engine, time.process_time)
+        if len(step.updates) == args.batch
+    ]
     del full_steps[0]  # The first step computes prompts.
     return float(args.batch * len(full_steps) / sum(full_steps))
 

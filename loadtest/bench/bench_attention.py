@@ -40,7 +40,10 @@ from torch.nn import functional
 from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.timing import call_times
+from loadtest.command_line import Option
 
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 4, 64
+LAYER = LayerSpec(NUM_HEADS, NUM_KV_HEADS, key_dim=HEAD_DIM, value_dim=HEAD_DIM)
 BLOCK_SIZE = 16
 DTYPES = (torch.float32, torch.bfloat16)
 # The number of tokens of all texts together.
@@ -52,19 +55,19 @@ OTHER_INSTRUCTION_SET = "avx512_bf16"
 # belongs to two cores of a large processor.
 FAR_BYTES = 2**26
 
+_OPTIONS = {
+    "--batch": Option([1, 16], "numbers of sequences"),
+    "--contexts": Option([545, 8192], "tokens of each sequence"),
+    "--threads": Option([2], "numbers of threads"),
+    "--texts": Option([], "measure texts of these lengths instead", value_type=int),
+    "--repeat": Option(7, "number of measurements, of which the median counts"),
+}
+
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """The sizes of a decode step.
+    """The sizes of a decode step of several sequences, each with `context` tokens."""
 
-    Attributes:
-        layer: the sizes of each attention layer.
-        num_seqs: the number of sequences.
-        context: the tokens of each sequence.
-        dtype: the dtype of the model.
-    """
-
-    layer: LayerSpec
     num_seqs: int
     context: int
     dtype: torch.dtype
@@ -76,12 +79,12 @@ class DecodeShape:
 
     def cache_bytes(self, item_bytes: int) -> int:
         """Return the bytes of all keys and values of one layer."""
-        return self.layer.bytes_per_token(item_bytes) * self.num_seqs * self.context
+        return LAYER.bytes_per_token(item_bytes) * self.num_seqs * self.context
 
 
 def main() -> None:
     """Print the tables that the command line selects, for each number of threads."""
-    args = arguments().parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     torch.manual_seed(0)
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -90,21 +93,6 @@ def main() -> None:
         else:
             print_decode_table(args)
         print()
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    add("--batch", type=int, nargs="+", default=[1, 16], help="numbers of sequences")
-    add("--contexts", type=int, nargs="+", default=[545, 8192], help="tokens of each sequence")
-    add("--heads", type=int, default=12, help="number of query heads")
-    add("--kv-heads", type=int, default=4, help="number of key-value heads")
-    add("--dim", type=int, default=64, help="head dimension")
-    add("--threads", type=int, nargs="+", default=[2], help="numbers of threads")
-    add("--texts", type=int, nargs="+", default=[], help="measure texts of these lengths instead")
-    add("--repeat", type=int, default=7, help="number of measurements, of which the median counts")
-    return parser
 
 
 def median_seconds(work: Callable[[], object], repeat: int) -> float:
@@ -124,13 +112,10 @@ def print_decode_table(args: argparse.Namespace) -> None:
     bandwidth = values.nbytes / median_seconds(values.sum, args.repeat)
     print(f"{torch.get_num_threads()} threads read memory at {bandwidth / 1e9:.0f} GB/s.")
     print(
-        f"The layer has {args.heads} query heads and {args.kv_heads} key-value heads of "
-        f"dimension {args.dim}. A block has {BLOCK_SIZE} tokens.\n"
+        f"The layer has {NUM_HEADS} query heads and {NUM_KV_HEADS} key-value heads of "
+        f"dimension {HEAD_DIM}. A block has {BLOCK_SIZE} tokens.\n"
     )
-    layer = LayerSpec(args.heads, args.kv_heads, args.dim, args.dim)
-    shapes = itertools.starmap(
-        partial(DecodeShape, layer), itertools.product(args.batch, args.contexts, DTYPES)
-    )
+    shapes = itertools.starmap(DecodeShape, itertools.product(args.batch, args.contexts, DTYPES))
     head = ["sequences", "context", "dtype", "kernel ms", "GB/s", "share of bandwidth"]
     head += ["reference ms", "reference / kernel", "int8 ms", "kernel / int8"]
     print_table(head, (decode_row(shape, bandwidth, args.repeat) for shape in shapes))
@@ -169,9 +154,8 @@ def layer_seconds(cache_type: type[KVCache], shape: DecodeShape, repeat: int) ->
     num_layers = math.ceil(FAR_BYTES / shape.cache_bytes(item_bytes=1))
     cache = random_cache(cache_type, shape, num_layers)
     attention = decode_batch(shape, cache.null_block).attention
-    layer = shape.layer
-    query = torch.randn(1, layer.num_heads, shape.num_seqs, layer.key_dim).to(shape.dtype)
-    key = torch.randn(1, layer.num_kv_heads, shape.num_seqs, layer.key_dim).to(shape.dtype)
+    query = torch.randn(1, NUM_HEADS, shape.num_seqs, HEAD_DIM).to(shape.dtype)
+    key = torch.randn(1, NUM_KV_HEADS, shape.num_seqs, HEAD_DIM).to(shape.dtype)
     module = torch.nn.Module()
 
     def step() -> None:
@@ -185,7 +169,7 @@ def layer_seconds(cache_type: type[KVCache], shape: DecodeShape, repeat: int) ->
 def random_cache(cache_type: type[KVCache], shape: DecodeShape, num_layers: int) -> KVCache:
     """Return a KV cache with random keys and values."""
     cache = cache_type(
-        [shape.layer] * num_layers,
+        [LAYER] * num_layers,
         num_blocks=shape.num_seqs * shape.blocks_per_sequence,
         block_size=BLOCK_SIZE,
         dtype=shape.dtype,
@@ -228,31 +212,31 @@ def print_text_table(args: argparse.Namespace) -> None:
     """Measure the attention of packed texts, and print a table."""
     best = supported_instruction_sets()[0].name
     print(
-        f"{torch.get_num_threads()} threads, {args.heads} heads of dimension {args.dim}, "
+        f"{torch.get_num_threads()} threads, {NUM_HEADS} heads of dimension {HEAD_DIM}, "
         f"{NUM_TEXT_TOKENS} tokens in all texts, both directions\n"
     )
     head = ["length of a text", "dtype", f"{best} ms", f"{OTHER_INSTRUCTION_SET} ms", "torch ms"]
     head += [f"{OTHER_INSTRUCTION_SET} / {best}", f"torch / {best}"]
     pairs = itertools.product(args.texts, DTYPES)
-    print_table(head, (text_row(length, dtype, args) for length, dtype in pairs))
+    print_table(head, (text_row(length, dtype, args.repeat) for length, dtype in pairs))
 
 
-def text_row(length: int, dtype: torch.dtype, args: argparse.Namespace) -> list[str]:
+def text_row(length: int, dtype: torch.dtype, repeat: int) -> list[str]:
     """Measure texts of one length, and return their row of the table."""
-    by_kernel, by_torch = text_functions(length, dtype, args)
-    kernel_s = median_seconds(by_kernel, args.repeat)
-    torch_s = median_seconds(by_torch, args.repeat)
+    by_kernel, by_torch = text_functions(length, dtype)
+    kernel_s = median_seconds(by_kernel, repeat)
+    torch_s = median_seconds(by_torch, repeat)
     other_ms = other_ratio = "–"
     if OTHER_INSTRUCTION_SET in [each.name for each in supported_instruction_sets()[1:]]:
         with forced_instruction_set(OTHER_INSTRUCTION_SET):
-            other_s = median_seconds(by_kernel, args.repeat)
+            other_s = median_seconds(by_kernel, repeat)
         other_ms, other_ratio = f"{other_s * 1e3:.2f}", f"{other_s / kernel_s:.2f}"
     times = [f"{kernel_s * 1e3:.2f}", other_ms, f"{torch_s * 1e3:.2f}"]
     return [str(length), name_of(dtype), *times, other_ratio, f"{torch_s / kernel_s:.2f}"]
 
 
 def text_functions(
-    length: int, dtype: torch.dtype, args: argparse.Namespace
+    length: int, dtype: torch.dtype
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return two functions that compute the attention of random texts of one length.
 
@@ -261,10 +245,10 @@ def text_functions(
     num_texts = max(1, NUM_TEXT_TOKENS // length)
     # The heads of a token are neighbours in memory, as after a linear layer.
     query, key, value = (
-        torch.randn(num_texts * length, args.heads, args.dim).to(dtype).transpose(0, 1)
+        torch.randn(num_texts * length, NUM_HEADS, HEAD_DIM).to(dtype).transpose(0, 1)
         for _ in range(3)
     )
-    options = TextAttention(args.dim**-0.5, is_causal=False)
+    options = TextAttention(HEAD_DIM**-0.5, is_causal=False)
     texts = native_texts([length] * num_texts)
     by_kernel = partial(attend_texts, (query, key, value), texts, options)
     # torch requires [texts, heads, length, dim] instead of [heads, tokens, dim].

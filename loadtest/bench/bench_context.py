@@ -12,23 +12,24 @@ seconds, and the KV cache of a sequence grows with n. The last columns of the ta
 measurement with these laws, which are fitted to the shortest and to the longest prompt.
 """
 
-import argparse
 import random
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loadtest import command_line
+from loadtest.bench.engine_steps import timed_steps
 from loadtest.bench.markdown_table import table
 from loadtest.bench.random_prompts import random_prompt
+from loadtest.command_line import Option
 
 _VOCAB_SIZE = 512
 _NUM_LATER_TOKENS = 32
@@ -37,31 +38,28 @@ _SPARE_TOKENS = 512
 # The names of the request with the long prompt, and of the request that generates tokens meanwhile.
 _LONG, _OTHER = "long", "other"
 
+_OPTIONS = {
+    "--lengths": Option([4096, 8192, 16384, 32768, 65536, 128000], "tokens of the prompts"),
+    "--layers": Option(2, "layers of the model"),
+    "--threads": Option(1, "number of threads"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The result for one length of the prompt.
+    """The result for one length of the prompt. Times are CPU seconds."""
 
-    Attributes:
-        num_tokens: the length of the prompt.
-        prefill_s: the CPU seconds of all steps that compute the prompt.
-        chunk_s: the CPU seconds of the longest of these steps.
-        decode_s: the CPU seconds of each later token.
-        num_blocks: the number of blocks that the prompt uses.
-        num_missed: the number of steps of the prompt in which the other request got no token.
-    """
-
-    num_tokens: int
-    prefill_s: float
-    chunk_s: float
-    decode_s: float
-    num_blocks: int
-    num_missed: int
+    num_tokens: int  # the length of the prompt
+    prefill_s: float  # the time of all steps that compute the prompt
+    chunk_s: float  # the time of the longest of these steps
+    decode_s: float  # the mean time of each later token
+    num_blocks: int  # the blocks that the prompt uses
+    num_missed: int  # the steps of the prompt in which the other request got no token
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all lengths, and print a table."""
-    args = arguments().parse_args(argv)
+    args = command_line.parse(__doc__, _OPTIONS, argv)
     max_length = max(args.lengths)
     measurements = []
     with tempfile.TemporaryDirectory() as folder:
@@ -74,17 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         block_bytes = engine.info.kv_cache_bytes / (engine.info.num_blocks + 1)
         engine.close()
     print(report(measurements, block_bytes))
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    lengths = [4096, 8192, 16384, 32768, 65536, 128000]
-    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the prompts")
-    add("--layers", type=int, default=2, help="layers of the model")
-    add("--threads", type=int, default=1, help="number of threads")
-    return parser
 
 
 def save_model(folder: Path, num_layers: int, max_length: int) -> None:
@@ -129,54 +116,25 @@ def measure(engine: Engine, length: int) -> Measurement:
     blocks_before = engine.stats().kv_cache_blocks_used
     params = SamplingParams(max_tokens=_NUM_LATER_TOKENS, ignore_eos=True, temperature=0)
     engine.add_request(_LONG, prompt, params)
-    steps = prefill_steps(engine)
+    times, num_missed = [], 0
+    for step in timed_steps(engine, time.process_time):
+        answered = {update.request_id for update in step.updates}
+        times.append(step.seconds)
+        num_missed += _OTHER not in answered
+        if _LONG in answered:
+            break
     num_blocks = engine.stats().kv_cache_blocks_used - blocks_before
     engine.abort(_OTHER)
     engine.step()
-    return Measurement(
-        num_tokens=length,
-        prefill_s=sum(step.seconds for step in steps),
-        chunk_s=max(step.seconds for step in steps),
-        decode_s=mean_step_s(engine),
-        num_blocks=num_blocks,
-        num_missed=sum(_OTHER not in step.answered for step in steps),
-    )
-
-
-class Step(NamedTuple):
-    """The CPU seconds of a step, and the names of the requests that got tokens in the step."""
-
-    seconds: float
-    answered: set[str]
-
-
-def prefill_steps(engine: Engine) -> list[Step]:
-    """Run the engine until the long prompt has its first token, and return the steps."""
-    steps: list[Step] = []
-    while not steps or _LONG not in steps[-1].answered:
-        begin = time.process_time()
-        updates = engine.step()
-        seconds = time.process_time() - begin
-        steps.append(Step(seconds, {update.request_id for update in updates}))
-    return steps
-
-
-def mean_step_s(engine: Engine) -> float:
-    """Run the engine until all requests have ended, and return the mean CPU seconds of a step."""
-    begin = time.process_time()
-    num_steps = 0
-    while engine.has_work():
-        engine.step()
-        num_steps += 1
-    return (time.process_time() - begin) / num_steps
+    decode_s = statistics.mean(step.seconds for step in timed_steps(engine, time.process_time))
+    return Measurement(length, sum(times), max(times), decode_s, num_blocks, num_missed)
 
 
 def report(measurements: Sequence[Measurement], block_bytes: float) -> str:
     """Return a table with the measurements and their ratios to the theory."""
-    prefill_law = Line.through_ends(
-        [(one.num_tokens, one.prefill_s / one.num_tokens) for one in measurements]
-    )
-    decode_law = Line.through_ends([(one.num_tokens, one.decode_s) for one in measurements])
+    lengths = [one.num_tokens for one in measurements]
+    prefill_law = fitted_line(lengths, [one.prefill_s / one.num_tokens for one in measurements])
+    decode_law = fitted_line(lengths, [one.decode_s for one in measurements])
     rows = [
         [
             f"{one.num_tokens:,}",
@@ -185,8 +143,8 @@ def report(measurements: Sequence[Measurement], block_bytes: float) -> str:
             str(one.num_missed),
             f"{one.decode_s * 1000:.2f}",
             f"{one.num_blocks * block_bytes / 2**20:.1f}",
-            f"{one.prefill_s / (one.num_tokens * prefill_law.at(one.num_tokens)):.2f}",
-            f"{one.decode_s / decode_law.at(one.num_tokens):.2f}",
+            f"{one.prefill_s / (one.num_tokens * prefill_law(one.num_tokens)):.2f}",
+            f"{one.decode_s / decode_law(one.num_tokens):.2f}",
         ]
         for one in measurements
     ]
@@ -195,22 +153,10 @@ def report(measurements: Sequence[Measurement], block_bytes: float) -> str:
     return table(head, rows)
 
 
-class Line(NamedTuple):
-    """The straight line `intercept + slope * x`."""
-
-    intercept: float
-    slope: float
-
-    @classmethod
-    def through_ends(cls, points: Sequence[tuple[int, float]]) -> "Line":
-        """Return the line through the first and the last point, or a flat line for one point."""
-        (x0, y0), (x1, y1) = points[0], points[-1]
-        slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
-        return cls(y0 - slope * x0, slope)
-
-    def at(self, x: float) -> float:
-        """Return the value of the line at `x`."""
-        return self.intercept + self.slope * x
+def fitted_line(x: Sequence[float], y: Sequence[float]) -> Callable[[float], float]:
+    """Return the function whose graph is the line through the first and the last point."""
+    slope = (y[-1] - y[0]) / (x[-1] - x[0]) if x[-1] != x[0] else 0.0
+    return lambda value: y[0] + slope * (value - x[0])
 
 
 if __name__ == "__main__":

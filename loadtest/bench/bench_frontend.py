@@ -9,12 +9,18 @@ threads of gRPC.
 
 import argparse
 import asyncio
+import contextlib
 import json
+import multiprocessing
+import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from contextlib import asynccontextmanager
+from multiprocessing.queues import Queue
+from typing import Any, NamedTuple
 
 import grpc
 import psutil
@@ -28,13 +34,31 @@ from nereid_client.streaming.deltas import merged
 from nereid_client.streaming.reasoning_view import ReasoningView
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.client.light_client import posted
+from loadtest.command_line import Option
 from loadtest.server.served import free_ports
 
 _DELTA = {"index": 0, "content": " the lake was calm and", "token_ids": [5, 9, 2, 7]}
 _CHAT = '{"messages": [{"role": "user", "content": "hi"}]}'
-_Stream = Callable[[int], Awaitable[None]]
+_OPTIONS = {
+    "--streams": Option(32, "streams at the same time"),
+    "--responses": Option(64, "responses of each stream"),
+    "--interval": Option(0.02, "seconds between responses"),
+    "--rounds": Option(5, "number of rounds, of which the median counts"),
+}
+
+# Reads one stream. The argument is the number of the stream.
+ReadStream = Callable[[int], Awaitable[None]]
+
+
+class Layer(NamedTuple):
+    """A layer of the frontend, which includes the layers below it."""
+
+    name: str
+    read: ReadStream
+    cpu_s: Callable[[], float]  # returns the CPU seconds that the layer's process has used so far
 
 
 class Replay(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -50,16 +74,16 @@ class Replay(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelReadyResponse(ready=True)
 
     async def ModelInfer(self, *_: object) -> Any:  # noqa: ANN401 - a protobuf message
-        """Return no limits."""
+        """Answer a request for the engine's limits with an empty JSON object."""
         return _response("envelope", b"{}").infer_response
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
         """Send the responses of a stream. The last one has a finish reason."""
-        usual = _response("delta", json.dumps(_DELTA).encode())
+        delta = _response("delta", json.dumps(_DELTA).encode())
         last = _response("delta", json.dumps({**_DELTA, "finish_reason": "stop"}).encode())
         async for _ in requests:
             for _ in range(self._num_responses - 1):
-                yield usual
+                yield delta
                 await asyncio.sleep(self._interval_s)
             yield last
 
@@ -73,21 +97,26 @@ def _response(name: str, content: bytes) -> Any:  # noqa: ANN401 - a protobuf me
     return response
 
 
-async def serve(num_responses: int, interval_s: float) -> None:
-    """Run the gRPC server, and print its port."""
-    server = grpc.aio.server()
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-        Replay(num_responses, interval_s), server
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    sys.stdout.write(f"{port}\n")
-    sys.stdout.flush()
-    await server.wait_for_termination()
+def serve(num_responses: int, interval_s: float, ports: "Queue[int]") -> None:
+    """Run the gRPC server, and put its port into `ports`."""
+
+    async def run() -> None:
+        server = grpc.aio.server()
+        replay = Replay(num_responses, interval_s)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(replay, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        ports.put(port)
+        await server.wait_for_termination()
+
+    asyncio.run(run())
 
 
-def _layers(url: str) -> dict[str, _Stream]:
-    """Return a function for each layer of this process. The function reads one stream."""
+def _layers_in_process(url: str) -> list[Layer]:
+    """Return the layers of the frontend that this process can call.
+
+    `url` is the address of the gRPC server.
+    """
     calls, backend = TritonCalls(url), TritonBackend(url, "llm")
     stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.aio.insecure_channel(url))
     chat_request = InputTensor("chat_request", "BYTES", [_CHAT.encode()])
@@ -116,87 +145,87 @@ def _layers(url: str) -> dict[str, _Stream]:
         async for _event in chat_events(frame, view, await anext(deltas), deltas):
             pass
 
-    return {
-        "gRPC for Python (`grpc.aio`)": read_grpc,
-        "+ a task for each stream (`grpc_calls.py`)": read_calls,
-        "+ decoded deltas (`triton_backend.py`)": read_deltas,
-        "+ encoded events (`streaming/`)": read_events,
-    }
+    return [
+        Layer("gRPC for Python (`grpc.aio`)", read_grpc, time.process_time),
+        Layer("+ a task for each stream (`grpc_calls.py`)", read_calls, time.process_time),
+        Layer("+ decoded deltas (`triton_backend.py`)", read_deltas, time.process_time),
+        Layer("+ encoded events (`streaming/`)", read_events, time.process_time),
+    ]
 
 
-async def _read_http(port: int) -> None:
-    """Read one stream of the frontend."""
-    body = {"stream": True, **json.loads(_CHAT)}
-    async with posted(port, "/v1/chat/completions", body) as answer:
-        await answer.text()
-
-
-async def _measure(read: _Stream, num_streams: int, cpu_s: Callable[[], float]) -> float:
-    """Read several streams at the same time, and return the CPU time in seconds."""
-    before = cpu_s()
-    await asyncio.gather(*(read(number) for number in range(num_streams)))
-    return cpu_s() - before
-
-
-async def _run(args: argparse.Namespace, grpc_port: int) -> None:
-    url = f"127.0.0.1:{grpc_port}"
+@asynccontextmanager
+async def _whole_frontend(url: str) -> AsyncIterator[Layer]:
+    """Run the frontend in a process of its own, and yield it as the last layer."""
     (port,) = free_ports(1)
-    words = ["--port", str(port), "--grpc-url", url, "--log-level", "error"]
-    frontend = subprocess.Popen([sys.executable, "-m", "nereid_client", *words])
+    options = ["--port", str(port), "--grpc-url", url, "--log-level", "error"]
+    frontend = subprocess.Popen([sys.executable, "-m", "nereid_client", *options])
     process = psutil.Process(frontend.pid)
-    layers: dict[str, tuple[_Stream, Callable[[], float]]] = {
-        name: (read, time.process_time) for name, read in _layers(url).items()
-    }
-    layers["the whole frontend (routes, middleware, uvicorn, sockets)"] = (
-        lambda _: _read_http(port),
-        lambda: sum(process.cpu_times()[:2]),
-    )
+    body = {"stream": True, **json.loads(_CHAT)}
+
+    async def read_http(_: int) -> None:
+        async with posted(port, "/v1/chat/completions", body) as answer:
+            await answer.text()
+
+    def cpu_s() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
     try:
-        for _ in range(200):
-            try:
-                await _read_http(port)
-                break
-            except OSError:
-                await asyncio.sleep(0.1)
-        rounds = []
-        for _ in range(args.rounds):
-            rounds.append(
-                {
-                    name: await _measure(read, args.streams, cpu_s)
-                    for name, (read, cpu_s) in layers.items()
-                }
-            )
+        await _wait_until_readable(read_http)
+        name = "the whole frontend (routes, middleware, uvicorn, sockets)"
+        yield Layer(name, read_http, cpu_s)
     finally:
         frontend.terminate()
         frontend.wait()
-    num_responses = args.streams * args.responses
-    rows = []
-    for name in layers:
-        times = sorted(round_[name] / num_responses * 1e6 for round_ in rounds)
-        rows.append([name, f"{times[len(times) // 2]:.0f}", f"{times[0]:.0f} to {times[-1]:.0f}"])
-    sys.stdout.write(table(["layer", "CPU time of a response, µs", "range"], rows) + "\n")
+
+
+async def _wait_until_readable(read: ReadStream) -> None:
+    """Wait up to 20 seconds until a process accepts connections."""
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            await read(0)
+            return
+        await asyncio.sleep(0.1)
+    raise TimeoutError("the frontend did not start within 20 seconds")
+
+
+async def _measure(layer: Layer, num_streams: int) -> float:
+    """Read several streams at the same time, and return the CPU time in seconds."""
+    before = layer.cpu_s()
+    await asyncio.gather(*(layer.read(number) for number in range(num_streams)))
+    return layer.cpu_s() - before
+
+
+async def _run(args: argparse.Namespace, grpc_port: int) -> None:
+    """Measure all layers, and print a table."""
+    url = f"127.0.0.1:{grpc_port}"
+    times: dict[str, list[float]] = defaultdict(list)
+    async with _whole_frontend(url) as frontend:
+        layers = [*_layers_in_process(url), frontend]
+        for _ in range(args.rounds):
+            for layer in layers:
+                cpu_s = await _measure(layer, args.streams)
+                times[layer.name].append(cpu_s / (args.streams * args.responses) * 1e6)
+    rows = [
+        [name, f"{statistics.median(costs):.0f}", f"{min(costs):.0f} to {max(costs):.0f}"]
+        for name, costs in times.items()
+    ]
+    print(table(["layer", "CPU time of a response, µs", "range"], rows))
 
 
 def main() -> None:
-    """Run the measurement, or the gRPC server for it."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--responses", type=int, default=64)
-    parser.add_argument("--interval", type=float, default=0.02, help="seconds between responses")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.server:
-        asyncio.run(serve(args.responses, args.interval))
-        return
-    words = ["--responses", str(args.responses), "--interval", str(args.interval), "--server"]
-    command = [sys.executable, "-m", "loadtest.bench.bench_frontend", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            uvloop.run(_run(args, int(server.stdout.readline())))
-        finally:
-            server.terminate()
+    """Start the gRPC server in a new process, and run the measurement."""
+    args = command_line.parse(__doc__, _OPTIONS)
+    # A forked process could not use gRPC.
+    spawn = multiprocessing.get_context("spawn")
+    ports = spawn.Queue()
+    server = spawn.Process(target=serve, args=(args.responses, args.interval, ports))
+    server.start()
+    try:
+        uvloop.run(_run(args, grpc_port=ports.get(timeout=60)))
+    finally:
+        server.terminate()
+        server.join()
 
 
 if __name__ == "__main__":

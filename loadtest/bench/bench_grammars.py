@@ -24,11 +24,19 @@ from loadtest import command_line
 from loadtest.bench.bench_grammar_engine import SCHEMA, bench_engine, tool_tag
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.timing import call_times, seconds_of
+from loadtest.command_line import Option
 
 DEMO = Path(__file__).parents[2] / "demo" / "chat"
 LARGE = 151_646
 BATCH = 64
 _NUM_WALKED_TOKENS = 60
+_PARTS = ["compile", "engine"]
+
+_OPTIONS = {
+    "--model": Option(str(DEMO), "folder of the checkpoint"),
+    "--parts": Option(_PARTS, "parts to run", _PARTS),
+}
+
 EBNF = 'root ::= "[" item ("," item)* "]"\nitem ::= [a-z]+ ":" [0-9]+\n'
 
 
@@ -77,18 +85,11 @@ def backends(vocabulary: Vocabulary) -> dict[str, GrammarBackend]:
 
 
 class Case(NamedTuple):
-    """A grammar that is measured.
+    """A grammar that is measured with one grammar library."""
 
-    Attributes:
-        name: the name of the grammar in the table.
-        library: the name of the grammar library.
-        kind: the kind of grammar, such as "json_schema".
-        source: the grammar as text.
-    """
-
-    name: str
+    name: str  # in the table
     library: str
-    kind: str
+    kind: str  # such as "json_schema"
     source: str
 
 
@@ -183,11 +184,7 @@ def empty_masks(count: int, vocab_size: int) -> "np.ndarray[Any, np.dtype[np.int
 
 def main() -> None:
     """Run the parts that the command line selects."""
-    parser = command_line.parser(__doc__)
-    parser.add_argument("--model", default=str(DEMO), help="folder of the checkpoint")
-    parts = ["compile", "engine"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="parts to run")
-    args = parser.parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     if "compile" in args.parts:
         vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         vocabularies = (load_vocabulary(args.model, vocab_size), random_vocabulary(LARGE))

@@ -17,9 +17,9 @@ import base64
 import io
 import random
 import statistics
-import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,38 @@ from PIL import Image, ImageDraw
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
-from loadtest.client.light_client import posted
+from loadtest.bench.streams import Speed, Stream, read_stream, run_streams
+from loadtest.command_line import Option
 from loadtest.server.served import ALONE, Served
 
 SEE = Path(__file__).resolve().parents[2] / "demo" / "see"
 _WORDS = ("red", "circle", "seven", "square", "left", "star", "blue", "many", "where", "cross")
 _SIDE = 96  # the width and the height of an image in pixels
 _NUM_WORDS = 24
+_REQUESTS_PER_STREAM = 4
 
 Message = dict[str, Any]
 MakeMessage = Callable[[], Message]
-Event = dict[str, Any]
+# The speed in each round, by the name of the workload.
+Speeds = Mapping[str, list[Speed]]
 
-
-@dataclass(frozen=True)
-class Figures:
-    """The figures of one workload in one round.
-
-    Attributes:
-        tokens_per_s: the generated tokens of all requests in one second.
-        first_s: the median time to the first token in seconds.
-    """
-
-    tokens_per_s: float
-    first_s: float
+_OPTIONS = {
+    "--model": Option(SEE, "folder of the checkpoint (default: demo/see)"),
+    "--concurrency": Option(8, "requests at a time"),
+    "--rounds": Option(3, "number of rounds, of which the median counts"),
+    "--output-tokens": Option(64, "tokens of each answer"),
+}
 
 
 class Workloads:
-    """Makes messages. Each message is new, so the prefix cache does not contain its text."""
+    """Makes messages. Each message is new, so the prefix cache does not contain its text.
+
+    The texts beside images are shorter by about as many tokens as an image has.
+    """
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._known = self._image_part()
+        self._known_image = self._image_part()
 
     def text(self) -> Message:
         """Return a message with a text only."""
@@ -66,15 +66,15 @@ class Workloads:
 
     def new_image(self) -> Message:
         """Return a message with an image that no other message contains."""
-        return self._with(self._image_part())
+        return self._message_with(self._image_part())
 
     def known_image(self) -> Message:
-        """Return a message with an image that each such message contains."""
-        return self._with(self._known)
+        """Return a message with the image that all these messages contain."""
+        return self._message_with(self._known_image)
 
-    def _with(self, image: Message) -> Message:
-        text = {"type": "text", "text": self._words(_NUM_WORDS)}
-        return {"role": "user", "content": [image, text]}
+    def _message_with(self, image_part: Message) -> Message:
+        text_part = {"type": "text", "text": self._words(_NUM_WORDS)}
+        return {"role": "user", "content": [image_part, text_part]}
 
     def _words(self, count: int) -> str:
         return " ".join(self._rng.choice(_WORDS) for _ in range(count))
@@ -96,35 +96,29 @@ class Workloads:
 
 
 class Client:
-    """Sends streaming chat completions to one server, and measures the answers."""
+    """Sends chat completions to one server.
 
-    def __init__(self, served: Served, num_tokens: int) -> None:
-        """Store the arguments. Each answer has `num_tokens` tokens."""
-        self._port = served.openai_port
+    Args:
+        port: the port of the server's OpenAI API.
+        num_tokens: the number of tokens of each answer.
+    """
+
+    def __init__(self, port: int, num_tokens: int) -> None:
+        self._port = port
         self._num_tokens = num_tokens
 
-    async def run(
-        self, make: Callable[[], Message], num_requests: int, concurrency: int
-    ) -> Figures:
-        """Send requests, at most `concurrency` at a time, and return the figures."""
-        limit = asyncio.Semaphore(concurrency)
-
-        async def one(message: Message) -> float:
-            async with limit:
-                return await self._ask(message)
-
-        started = time.perf_counter()
-        first = await asyncio.gather(*(one(make()) for _ in range(num_requests)))
-        seconds = time.perf_counter() - started
-        return Figures(num_requests * self._num_tokens / seconds, statistics.median(first))
+    async def run(self, make: MakeMessage, num_requests: int, concurrency: int) -> Speed:
+        """Send requests, at most `concurrency` at a time, and return their speed."""
+        asks = [partial(self._ask, make()) for _ in range(num_requests)]
+        return await run_streams(asks, concurrency)
 
     async def run_beside(
         self, make_other: MakeMessage, make: MakeMessage, concurrency: int
-    ) -> Figures:
-        """Return the figures of a workload, while as many other requests run.
+    ) -> Speed:
+        """Return the speed of a workload, while as many other requests run.
 
         Args:
-            make_other: makes a message of the other requests, whose figures are not returned.
+            make_other: makes a message of the other requests, which are not measured.
             make: makes a message of the measured requests.
             concurrency: the number of measured requests, and of other requests, at a time.
         """
@@ -135,96 +129,69 @@ class Client:
 
         others = [asyncio.create_task(repeat()) for _ in range(concurrency)]
         try:
-            return await self.run(make, 4 * concurrency, concurrency)
+            return await self.run(make, _REQUESTS_PER_STREAM * concurrency, concurrency)
         finally:
             for other in others:
                 other.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-    async def _ask(self, message: Message) -> float:
-        """Send one request, read the whole answer, and return the time to its first token."""
-        body = {
-            "messages": [message],
-            "max_tokens": self._num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        started, first = time.perf_counter(), 0.0
-        async with posted(self._port, "/v1/chat/completions", body) as answer:
-            if answer.status != 200:
-                raise RuntimeError(await answer.text())
-            async for event in self._checked(answer.events()):
-                if not first and event["choices"] and event["choices"][0]["delta"].get("content"):
-                    first = time.perf_counter() - started
-        return first
-
-    async def _checked(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """Yield the events of an answer.
-
-        Raises: RuntimeError if the answer is an error or has the wrong number of tokens.
-        """
-        num_tokens = 0
-        async for event in events:
-            if "error" in event:
-                raise RuntimeError(event["error"])
-            num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-            yield event
-        if num_tokens != self._num_tokens:
-            raise RuntimeError(f"the answer has {num_tokens} tokens instead of {self._num_tokens}")
+    async def _ask(self, message: Message) -> Stream:
+        body = {"messages": [message], "max_tokens": self._num_tokens}
+        return await read_stream(self._port, "/v1/chat/completions", body)
 
 
-def main() -> None:
-    """Measure the workloads, and print two tables."""
-    flags = command_line.parser(__doc__)
-    add = flags.add_argument
-    add("--model", type=Path, default=SEE, help="folder of the checkpoint (default: demo/see)")
-    add("--concurrency", type=int, default=8, help="requests at a time")
-    add("--rounds", type=int, default=3, help="number of rounds, of which the median counts")
-    add("--output-tokens", type=int, default=64, help="tokens of each answer")
-    args = flags.parse_args()
-    workloads = Workloads(0)
-    kinds = {
+async def measure(client: Client, concurrency: int, num_rounds: int) -> tuple[Speeds, Speeds]:
+    """Measure all workloads.
+
+    Returns:
+        The speed of each workload in each round, and the speed of texts by the kind of the requests
+        that run at the same time. Half of these requests are the texts.
+    """
+    workloads = Workloads(seed=0)
+    makers = {
         "text": workloads.text,
         "text and a new image": workloads.new_image,
         "text and a known image": workloads.known_image,
     }
-    figures: dict[str, list[Figures]] = {name: [] for name in kinds}
-    alone: list[Figures] = []
-    beside: dict[str, list[Figures]] = {"text": [], "text and a new image": []}
+    half = max(1, concurrency // 2)
+    single, beside = defaultdict(list), defaultdict(list)
+    for make in makers.values():
+        await client.run(make, concurrency, concurrency)  # The first requests load code.
+    for _ in range(num_rounds):
+        for name, make in makers.items():
+            speed = await client.run(make, _REQUESTS_PER_STREAM * concurrency, concurrency)
+            single[name].append(speed)
+        alone = await client.run(workloads.text, _REQUESTS_PER_STREAM * half, half)
+        beside["none"].append(alone)
+        for name in ("text", "text and a new image"):
+            beside[name].append(await client.run_beside(makers[name], workloads.text, half))
+    return single, beside
+
+
+def main() -> None:
+    """Measure the workloads, and print two tables."""
+    args = command_line.parse(__doc__, _OPTIONS)
     with Served(args.model, arguments=ALONE) as served:
-        client = Client(served, args.output_tokens)
-        # The first requests load code and fill caches.
-        for make in kinds.values():
-            asyncio.run(client.run(make, args.concurrency, args.concurrency))
-        for _ in range(args.rounds):
-            for name, make in kinds.items():
-                run = client.run(make, 4 * args.concurrency, args.concurrency)
-                figures[name].append(asyncio.run(run))
-            half = max(1, args.concurrency // 2)
-            alone.append(asyncio.run(client.run(workloads.text, 4 * half, half)))
-            for name, rounds in beside.items():
-                run = client.run_beside(kinds[name], workloads.text, half)
-                rounds.append(asyncio.run(run))
+        client = Client(served.openai_port, args.output_tokens)
+        single, beside = asyncio.run(measure(client, args.concurrency, args.rounds))
     print(f"{args.concurrency} requests at a time, {args.output_tokens} tokens each")
-    print(_table("requests", figures, figures["text"]))
-    print(f"\n{half} texts at a time, and as many other requests")
-    print(_table("other requests", {"none": alone, **beside}, beside["text"]))
+    print(_table("requests", single))
+    print(f"\n{max(1, args.concurrency // 2)} texts at a time, and as many other requests")
+    print(_table("other requests", beside))
 
 
-def _table(head: str, figures: dict[str, list[Figures]], reference: list[Figures]) -> str:
+def _table(head: str, speeds: Speeds) -> str:
     """Return a table with the medians of the rounds.
 
-    The ratio compares the tokens/s of each round with the same round of `reference`.
+    The ratio compares the tokens/s of each round with those of "text" in the same round.
     """
     rows = []
-    for name, rounds in figures.items():
-        ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(rounds, reference, strict=True)]
+    for name, rounds in speeds.items():
+        pairs = zip(rounds, speeds["text"], strict=True)
+        ratio = statistics.median(each.tokens_per_s / text.tokens_per_s for each, text in pairs)
         rate = statistics.median(each.tokens_per_s for each in rounds)
-        first_s = statistics.median(each.first_s for each in rounds)
-        ratio = f"{statistics.median(ratios):.2f}"
-        rows.append([name, f"{rate:.0f}", ratio, f"{first_s * 1000:.0f}"])
+        first_s = statistics.median(each.time_to_first_token for each in rounds)
+        rows.append([name, f"{rate:.0f}", f"{ratio:.2f}", f"{first_s * 1000:.0f}"])
     return table([head, "tokens/s", "ratio", "first token, ms"], rows)
 
 

@@ -29,15 +29,17 @@ import numpy as np
 from nereid_backend import RequestError
 from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
 from nereid_backend.vision.load_processor import load_processor
-from PIL import Image
+from PIL import ExifTags, Image
 from transformers import AutoConfig
 
 from loadtest import command_line
-from loadtest.bench.markdown_table import table
+from loadtest.bench.markdown_table import print_table
+from loadtest.command_line import Option
 
 SEE = Path(__file__).resolve().parents[2] / "demo" / "see"
 _WORKER = "nereid_backend.vision.image_worker"
-_ORIENTATION = 0x112  # the EXIF tag of the rotation
+# The value that resets VmHWM when it is written to /proc/PID/clear_refs.
+_RESET_PEAK = "5"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Encode = Callable[[Image.Image], bytes]
@@ -45,28 +47,24 @@ Encode = Callable[[Image.Image], bytes]
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one request.
-
-    Attributes:
-        status: 200 or 400.
-        cpu_s: the CPU time of the worker and its child in seconds.
-        child_mb: the growth of the child's memory in MB; None if the child has ended.
-        worker_mb: the growth of the worker's memory in MB.
-        output_mb: the size of the packed pixels in MB.
-    """
+    """The figures of one request. The columns of the table have the same meaning."""
 
     status: int
     cpu_s: float
-    child_mb: float | None
+    child_mb: float | None  # None if the child has ended
     worker_mb: float
     output_mb: float
 
 
 def picture(width: int, height: int) -> Image.Image:
-    """Return an RGB image that compresses about as well as a photo."""
+    """Return an RGB image that compresses about as well as a photo.
+
+    The image consists of soft random spots of 50 pixels. The lowest bit of half of the pixels is
+    random, as the noise of a camera is.
+    """
     rng = np.random.default_rng(0)
-    small = rng.integers(0, 256, (max(1, height // 50), max(1, width // 50), 3), np.uint8)
-    image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    spots = rng.integers(0, 256, (max(1, height // 50), max(1, width // 50), 3), np.uint8)
+    image = Image.fromarray(spots).resize((width, height), Image.Resampling.BICUBIC)
     pixels = np.array(image)
     pixels[:, ::2] ^= rng.integers(0, 4, pixels[:, ::2].shape, np.uint8) & 1
     return Image.fromarray(pixels)
@@ -84,9 +82,9 @@ def saved(kind: str, mode: str = "RGB", **options: object) -> Encode:
 
 
 def _rotated(image: Image.Image) -> bytes:
-    """Encode an image as JPEG whose EXIF data contain a rotation."""
+    """Encode an image as JPEG whose EXIF data contain a rotation by 90 degrees."""
     exif = Image.Exif()
-    exif[_ORIENTATION] = 6
+    exif[ExifTags.Base.Orientation] = 6
     return saved("JPEG", quality=90, exif=exif)(image)
 
 
@@ -97,8 +95,15 @@ def _transparent(image: Image.Image) -> bytes:
     return saved("PNG", "RGBA", compress_level=3)(image)
 
 
+def _transparent_webp(image: Image.Image) -> bytes:
+    """Encode an image as WebP whose left half is transparent."""
+    transparent = Image.open(io.BytesIO(_transparent(image)))
+    return saved("WEBP", "RGBA", quality=90, method=0)(transparent)
+
+
 def _grey_16_bits(image: Image.Image) -> bytes:
     """Encode an image as PNG with 16-bit grey values."""
+    # 65535 / 255 is 257, so white remains white.
     grey = np.array(image.convert("L")).astype(np.uint16) * 257
     file = io.BytesIO()
     Image.fromarray(grey).save(file, "PNG", compress_level=1)
@@ -106,21 +111,24 @@ def _grey_16_bits(image: Image.Image) -> bytes:
 
 
 def _colour_16_bits(image: Image.Image) -> bytes:
-    """Encode an image as PNG with 16-bit colours, which Pillow cannot write."""
+    """Encode an image as PNG with 16-bit colours, which Pillow cannot write.
+
+    Only the upper four bits of each colour are used, so that the file compresses well.
+    """
     pixels = (np.array(image).astype(">u2") & 0xF0) * 256
     rows = pixels.reshape(image.height, -1).view(np.uint8)
-    rows = np.concatenate([np.zeros((image.height, 1), np.uint8), rows], axis=1)
+    filters = np.zeros((image.height, 1), np.uint8)  # Each row begins with the number of a filter.
+    data = zlib.compress(np.concatenate([filters, rows], axis=1).tobytes(), 1)
+    bit_depth, rgb = 16, 2
+    header = struct.pack(">IIBBBBB", image.width, image.height, bit_depth, rgb, 0, 0, 0)
+    chunks = [_png_chunk(b"IHDR", header), _png_chunk(b"IDAT", data), _png_chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
 
-    header = struct.pack(">IIBBBBB", image.width, image.height, 16, 2, 0, 0, 0)
-    data = zlib.compress(rows.tobytes(), 1)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-    )
+def _png_chunk(name: bytes, data: bytes) -> bytes:
+    """Return a chunk of a PNG file: its length, its name, its data and its checksum."""
+    checksum = zlib.crc32(name + data)
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
 
 
 _KINDS: dict[str, Encode] = {
@@ -136,10 +144,15 @@ _KINDS: dict[str, Encode] = {
     "grey PNG of 16 bits": _grey_16_bits,
     "colour PNG of 16 bits": _colour_16_bits,
     "lossless WebP": saved("WEBP", lossless=True, quality=0, method=0),
-    "transparent WebP": lambda image: saved("WEBP", "RGBA", quality=90, method=0)(
-        Image.open(io.BytesIO(_transparent(image)))
-    ),
+    "transparent WebP": _transparent_webp,
     "GIF": saved("GIF", "P"),
+}
+
+_OPTIONS = {
+    "--model": Option([SEE], "checkpoints (default: demo/see)"),
+    "--size": Option(["4000x4000"], "width and height of the images"),
+    "--kind": Option(list(_KINDS), "kinds of files", list(_KINDS)),
+    "--rounds": Option(3, "requests with each file; the minimum counts"),
 }
 
 
@@ -158,31 +171,30 @@ class Worker:
 
     def measure(self, data: bytes) -> Figures:
         """Send one image file to the process, and return the figures."""
-        # The worker ends its child after a refused file. A new child has no memory that earlier
-        # requests have left.
-        self._ask(b"")
-        self._ask(saved("PNG")(Image.new("RGB", (64, 64))))
-        (child,) = _children(self._pid)
-        pids = (child, self._pid)
-        for pid in pids:
-            Path(f"/proc/{pid}/clear_refs").write_text("5", "ascii")
-        memory_before = {pid: _memory_mb(pid, "VmRSS") for pid in pids}
+        child = self._new_child()
+        worker_before, child_before = _reset_peak_mb(self._pid), _reset_peak_mb(child)
         cpu_before = _cpu_s(self._pid) + _cpu_s(child)
         num_bytes = self._ask(data)
         has_child = child in _children(self._pid)
         # If the child has ended, the CPU time of the worker contains the CPU time of the child.
-        cpu_s = _cpu_s(self._pid) + (_cpu_s(child) if has_child else 0.0) - cpu_before
-        growth = [
-            _memory_mb(pid, "VmHWM") - memory_before[pid] if pid == self._pid or has_child else None
-            for pid in pids
-        ]
+        cpu_after = _cpu_s(self._pid) + (_cpu_s(child) if has_child else 0.0)
         return Figures(
-            200 if num_bytes is not None else 400,
-            cpu_s,
-            growth[0],
-            growth[1] or 0.0,
-            (num_bytes or 0) / 1e6,
+            status=400 if num_bytes is None else 200,
+            cpu_s=cpu_after - cpu_before,
+            child_mb=_memory_mb(child, "VmHWM") - child_before if has_child else None,
+            worker_mb=_memory_mb(self._pid, "VmHWM") - worker_before,
+            output_mb=(num_bytes or 0) / 1e6,
         )
+
+    def _new_child(self) -> int:
+        """Make the worker start a child without memory of earlier requests. Return its process id.
+
+        The worker ends its child after a refused file, and starts a child for the next image.
+        """
+        self._ask(b"")
+        self._ask(saved("PNG")(Image.new("RGB", (64, 64))))
+        (child,) = _children(self._pid)
+        return child
 
     def _ask(self, data: bytes) -> int | None:
         """Send an image file. Return the number of bytes of the packed pixels; None if refused."""
@@ -212,6 +224,12 @@ def _cpu_s(pid: int) -> float:
     return sum(map(int, fields[11:15])) / _TICKS_PER_S
 
 
+def _reset_peak_mb(pid: int) -> float:
+    """Reset the peak memory of a process to its memory now, and return this memory in MB."""
+    Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK, "ascii")
+    return _memory_mb(pid, "VmRSS")
+
+
 def _memory_mb(pid: int, name: str) -> float:
     """Return a value in MB of the file /proc/PID/status, such as "VmRSS"."""
     for line in Path(f"/proc/{pid}/status").read_text("utf-8").splitlines():
@@ -220,62 +238,59 @@ def _memory_mb(pid: int, name: str) -> float:
     raise RuntimeError(f"/proc/{pid}/status has no {name}")
 
 
+@dataclass(frozen=True)
+class ImageFile:
+    """An image file that is measured."""
+
+    kind: str  # a key of _KINDS
+    size: str  # the width and the height of the image, such as "4000x4000"
+    path: Path
+
+
 def main() -> None:
     """Measure the files, and print one table for each checkpoint."""
-    flags = command_line.parser(__doc__)
-    add = flags.add_argument
-    add("--model", type=Path, nargs="+", default=[SEE], help="checkpoints (default: demo/see)")
-    add("--size", nargs="+", default=["4000x4000"], help="width and height of the images")
-    add("--kind", nargs="+", default=list(_KINDS), choices=list(_KINDS), help="kinds of files")
-    add(
-        "--rounds", type=int, default=3, help="requests with each file, of which the minimum counts"
-    )
-    args = flags.parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
+    head = ["kind", "size", "file, MB", "answer", "CPU, s", "child, MB", "worker, MB", "output, MB"]
     with tempfile.TemporaryDirectory() as folder:
         files = _write_files(args.size, args.kind, Path(folder))
         for model in args.model:
-            print(f"\n{model.name}\n\n{_measure(model, files, args.rounds)}", flush=True)
+            print(f"\n{model.name}\n")
+            worker = Worker(model)
+            try:
+                print_table(head, (_row(worker, file, args.rounds) for file in files))
+            finally:
+                worker.close()
 
 
-def _write_files(sizes: list[str], kinds: list[str], folder: Path) -> dict[tuple[str, str], Path]:
-    """Write the image files, and map their kinds and sizes to their paths."""
-    files = {}
+def _write_files(sizes: list[str], kinds: list[str], folder: Path) -> list[ImageFile]:
+    """Write an image file for each size and each kind."""
+    files: list[ImageFile] = []
     for size in sizes:
         width, height = map(int, size.split("x"))
         image = picture(width, height)
         for kind in kinds:
-            path = folder / f"{len(files)}"
+            path = folder / str(len(files))
             path.write_bytes(_KINDS[kind](image))
-            files[kind, size] = path
+            files.append(ImageFile(kind, size, path))
     return files
 
 
-def _measure(model: Path, files: dict[tuple[str, str], Path], num_rounds: int) -> str:
-    """Measure all files with one checkpoint, and return a table."""
-    rows = []
-    worker = Worker(model)
-    try:
-        for (kind, size), path in files.items():
-            data = path.read_bytes()
-            rounds = [worker.measure(data) for _ in range(num_rounds)]
-            best = min(rounds, key=lambda each: each.cpu_s)
-            child = [each.child_mb for each in rounds if each.child_mb is not None]
-            rows.append(
-                [
-                    kind,
-                    size,
-                    f"{len(data) / 1e6:.1f}",
-                    str(best.status),
-                    f"{best.cpu_s:.2f}",
-                    f"{max(child):.0f}" if child else "",
-                    f"{max(each.worker_mb for each in rounds):.0f}",
-                    f"{best.output_mb:.1f}",
-                ]
-            )
-    finally:
-        worker.close()
-    head = ["kind", "size", "file, MB", "answer", "CPU, s", "child, MB", "worker, MB", "output, MB"]
-    return table(head, rows)
+def _row(worker: Worker, file: ImageFile, num_rounds: int) -> list[str]:
+    """Measure one file, and return its row of the table."""
+    content = file.path.read_bytes()
+    rounds = [worker.measure(content) for _ in range(num_rounds)]
+    fastest = min(rounds, key=lambda figures: figures.cpu_s)
+    child_sizes = [figures.child_mb for figures in rounds if figures.child_mb is not None]
+    return [
+        file.kind,
+        file.size,
+        f"{len(content) / 1e6:.1f}",
+        str(fastest.status),
+        f"{fastest.cpu_s:.2f}",
+        f"{max(child_sizes):.0f}" if child_sizes else "",
+        f"{max(figures.worker_mb for figures in rounds):.0f}",
+        f"{fastest.output_mb:.1f}",
+    ]
 
 
 if __name__ == "__main__":

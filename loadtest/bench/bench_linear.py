@@ -28,6 +28,7 @@ from torch.nn import functional
 from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.timing import call_times
+from loadtest.command_line import Option
 
 # The numbers of inputs and outputs of each linear layer in one block of the model.
 SIZES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
@@ -35,95 +36,89 @@ SIZES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 NUM_BLOCKS = 4
 # oneDNN chooses the layout that is best for inputs with this number of rows.
 _PACKED_ROWS = 256
-# Computes all layers. The argument maps a number of inputs to a matrix with so many columns.
-RunLayers = Callable[[dict[int, Tensor]], None]
+
+_OPTIONS = {
+    "--rows": Option([1, 4, 16, 64, 512], "numbers of rows"),
+    "--threads": Option(2, "number of threads"),
+    "--rounds": Option(3, "number of rounds, of which the median counts"),
+    "--repeat": Option(5, "calls in a round, of which the fastest counts"),
+    "--cpu-time": Option(False, "measure the CPU time of the process"),
+}
+
+# Computes a layer. The argument maps a number of inputs to a matrix with so many columns.
+Layer = Callable[[dict[int, Tensor]], object]
 
 
 class Contestant(NamedTuple):
-    """One way to compute the layers, on one instruction set."""
+    """One way to compute all layers, on one instruction set."""
 
     name: str
     instruction_set: str
-    run_layers: RunLayers
+    layers: list[Layer]
+
+    def run(self, rows: dict[int, Tensor]) -> None:
+        """Compute all layers."""
+        for layer in self.layers:
+            layer(rows)
 
 
-def random_weights(dtype: torch.dtype) -> list[Tensor]:
-    """Return the weights of all layers, each [outputs, inputs]."""
+def layers(make_layer: Callable[[Tensor], Layer], dtype: torch.dtype) -> list[Layer]:
+    """Return layers with random weights, each [outputs, inputs], of all sizes and blocks."""
     return [
-        (torch.randn(outputs, inputs) / math.sqrt(1024)).to(dtype)
+        make_layer((torch.randn(outputs, inputs) / math.sqrt(1024)).to(dtype))
         for inputs, outputs in SIZES * NUM_BLOCKS
     ]
 
 
-def native_product(dtype: torch.dtype) -> RunLayers:
-    """Return a function that computes all layers with the kernel of native_linear.py."""
-    layers = [(*weight.shape, native_linear.pack(weight)) for weight in random_weights(dtype)]
-
-    def run_layers(rows: dict[int, Tensor]) -> None:
-        for num_outputs, num_inputs, packed in layers:
-            native_linear.linear(rows[num_inputs].to(dtype), packed, None, num_outputs)
-
-    return run_layers
+def native_layer(weight: Tensor) -> Layer:
+    """Return a layer that the kernel of native_linear.py computes."""
+    outputs, inputs = weight.shape
+    dtype, packed = weight.dtype, native_linear.pack(weight)
+    return lambda rows: native_linear.linear(rows[inputs].to(dtype), packed, None, outputs)
 
 
-def integer_product(bits: int) -> RunLayers:
-    """Return a function that computes all layers with integer weights."""
-    layers = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in SIZES * NUM_BLOCKS)
-    quantise_linears(layers, bits)
-    all_inputs = [num_inputs for num_inputs, _ in SIZES * NUM_BLOCKS]
-
-    def run_layers(rows: dict[int, Tensor]) -> None:
-        for num_inputs, layer in zip(all_inputs, layers, strict=True):
-            layer(rows[num_inputs])
-
-    return run_layers
+def integer_layer(weight: Tensor, bits: int) -> Layer:
+    """Return a layer with integer weights."""
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=False)
+    layer.weight.copy_(weight)
+    holder = nn.Sequential(layer)
+    quantise_linears(holder, bits)
+    return lambda rows: holder(rows[inputs])
 
 
-def torch_product(dtype: torch.dtype) -> RunLayers:
-    """Return a function that computes all layers with torch."""
-    weights = random_weights(dtype)
-
-    def run_layers(rows: dict[int, Tensor]) -> None:
-        for weight in weights:
-            functional.linear(rows[weight.shape[1]].to(dtype), weight)
-
-    return run_layers
+def torch_layer(weight: Tensor) -> Layer:
+    """Return a layer that torch computes."""
+    return lambda rows: functional.linear(rows[weight.shape[1]].to(weight.dtype), weight)
 
 
-def packed_torch_product() -> RunLayers:
-    """Return a function that computes all layers with oneDNN and packed bfloat16 weights."""
-    layers = [
-        (weight.shape[1], torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS))
-        for weight in random_weights(torch.bfloat16)
-    ]
-
-    def run_layers(rows: dict[int, Tensor]) -> None:
-        for num_inputs, packed in layers:
-            torch.ops.mkldnn._linear_pointwise(rows[num_inputs], packed, None, "none", [], "")
-
-    return run_layers
+def packed_torch_layer(weight: Tensor) -> Layer:
+    """Return a layer that oneDNN computes with packed weights."""
+    inputs, packed = weight.shape[1], torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return lambda rows: multiply(rows[inputs], packed, None, "none", [], "")
 
 
 def contestants() -> list[Contestant]:
     """Return all contestants that this processor supports."""
-    products = {
-        "bfloat16": native_product(torch.bfloat16),
-        "float32": native_product(torch.float32),
-        "int8": integer_product(bits=8),
-        "int4": integer_product(bits=4),
+    native = {
+        "bfloat16": layers(native_layer, torch.bfloat16),
+        "float32": layers(native_layer, torch.float32),
+        "int8": layers(partial(integer_layer, bits=8), torch.float32),
+        "int4": layers(partial(integer_layer, bits=4), torch.float32),
     }
-    supported = [one.name for one in supported_instruction_sets()]
+    supported = [each.name for each in supported_instruction_sets()]
     best = supported[0]
     # Without the matrix tiles of AMX, the best instruction set is avx512_bf16.
     compared = [name for name in supported if name in (best, "avx512_bf16", "avx2")]
     return [
         *(
-            Contestant(f"{name} {dtype}", name, product)
+            Contestant(f"{name} {dtype}", name, native_layers)
             for name in compared
-            for dtype, product in products.items()
+            for dtype, native_layers in native.items()
         ),
-        Contestant("torch bfloat16", best, torch_product(torch.bfloat16)),
-        Contestant("oneDNN bfloat16", best, packed_torch_product()),
+        Contestant("torch bfloat16", best, layers(torch_layer, torch.bfloat16)),
+        Contestant("oneDNN bfloat16", best, layers(packed_torch_layer, torch.bfloat16)),
     ]
 
 
@@ -151,31 +146,19 @@ def shortest_time(
         # Without the kernels, torch would compute the layers.
         assert native_linear.is_available()
         assert grouped_linear.is_available()
-        contestant.run_layers(rows)
-        return min(call_times(partial(contestant.run_layers, rows), args.repeat, clock))
+        contestant.run(rows)
+        return min(call_times(partial(contestant.run, rows), args.repeat, clock))
 
 
 @torch.inference_mode()
 def main() -> None:
     """Measure all numbers of rows, and print the table."""
-    args = arguments().parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     compared = contestants()
     head = ["rows", f"{compared[0].name}, ms", *(contestant.name for contestant in compared)]
     print_table(head, (measure_row(num_rows, compared, args) for num_rows in args.rows))
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    add("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 512], help="numbers of rows")
-    add("--threads", type=int, default=2, help="number of threads")
-    add("--rounds", type=int, default=3, help="number of rounds, of which the median counts")
-    add("--repeat", type=int, default=5, help="calls in a round, of which the fastest counts")
-    add("--cpu-time", action="store_true", help="measure the CPU time of the process")
-    return parser
 
 
 if __name__ == "__main__":

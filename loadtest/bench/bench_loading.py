@@ -22,6 +22,7 @@ from typing import NamedTuple
 from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
+from loadtest.command_line import Option
 
 # The seconds between two readings of the child's memory.
 _INTERVAL_S = 0.001
@@ -46,14 +47,14 @@ print("loaded", flush=True)
 input()
 """
 
+_OPTIONS = {
+    "--shapes": Option(["0.1b"], "shapes of the models", SHAPES),
+    "--kinds": Option(["bfloat16", "int4"], "weights", ["bfloat16", "int8", "int4"]),
+}
+
 
 class LoadedMemory(NamedTuple):
-    """The anonymous memory of a process, without the memory that the process had before loading.
-
-    Attributes:
-        peak_bytes: the largest memory while the process loads a model.
-        final_bytes: the memory after loading.
-    """
+    """The memory of a process while and after it loads a model, without the memory before."""
 
     peak_bytes: int
     final_bytes: int
@@ -61,11 +62,7 @@ class LoadedMemory(NamedTuple):
 
 def main() -> None:
     """Measure all models, and print a table."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    add("--shapes", nargs="*", default=["0.1b"], choices=SHAPES, help="models")
-    add("--kinds", nargs="*", default=["bfloat16", "int4"], choices=["bfloat16", "int8", "int4"])
-    args = parser.parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     with tempfile.TemporaryDirectory(prefix="nereid-loading-") as temporary:
         rows = measured_rows(args.shapes, args.kinds, Path(temporary))
         print_table(["model", "weights", "peak, MiB", "loaded, MiB", "ratio"], rows)

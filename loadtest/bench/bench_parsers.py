@@ -19,6 +19,7 @@ from nereid_parsers import Format, StreamParser, fold, get_format
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
+from loadtest.command_line import Option
 
 TEXT = "The quick brown fox said 'no' and left: 7 < 9 & so on, at 5 o'clock. "
 TOOLS = [
@@ -34,15 +35,15 @@ TOOLS = [
     }
 ]
 
+_OPTIONS = {
+    "--sizes": Option([1_000, 16_000, 128_000], "characters of the argument"),
+    "--chunks": Option([1, 4], "characters of each chunk"),
+    "--runs": Option(5, "number of runs, of which the best one counts"),
+}
+
 
 class Message(NamedTuple):
-    """A message with a long text, whose parsing is measured.
-
-    Attributes:
-        format_name: the name of the format.
-        before: the text before the long text.
-        after: the text after the long text.
-    """
+    """A message whose parsing is measured. A long text is inserted between two parts."""
 
     format_name: str
     before: str
@@ -163,13 +164,7 @@ def row(label: str, args: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     """Measure all messages, and print a table."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    sizes = [1_000, 16_000, 128_000]
-    add("--sizes", type=int, nargs="+", default=sizes, help="characters of the argument")
-    add("--chunks", type=int, nargs="+", default=[1, 4], help="characters of each chunk")
-    add("--runs", type=int, default=5, help="number of runs, of which the best one counts")
-    args = parser.parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     print(
         f"Python {platform.python_version()}. Cells show microseconds per character, the best of "
         f"{args.runs} runs. The columns `growth` divide the last size's time by the first's."

@@ -2,7 +2,6 @@
 
     python -m loadtest.bench.bench_pooling   # random weights in the shape of MiniLM-L6
     python -m loadtest.bench.bench_pooling --threads 1 --texts 128 --lengths log
-    python -m loadtest.bench.bench_pooling --triton   # also send the texts to `nereid serve`
     python -m loadtest.bench.bench_pooling --peers --dtype bfloat16 --threads 2
 
 Nereid and sentence-transformers compute the same texts with the same weights, dtype and threads,
@@ -20,171 +19,122 @@ and dtype.
 
 import argparse
 import json
-import random
 import subprocess
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from nereid_backend import Embedder, Reranker
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    BertTokenizer,
-)
 from transformers.utils import logging
 
 from loadtest import command_line
 from loadtest.bench.contestants import OPENVINO_PYTHON
-from loadtest.server.served import Served
+from loadtest.bench.random_bert import BertShape, random_lengths, random_pairs, random_texts
+from loadtest.bench.timing import seconds_of
+from loadtest.command_line import Option
+from loadtest.peers.exported_embedder import Job
 
-_PAUSE = 2.0
-_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+_PAUSE_S = 2.0
+# The number of rows of the matrix product that is the limit, and of products in one measurement.
+_LIMIT_ROWS = 512
+_NUM_PRODUCTS = 60
+
+Array = np.ndarray[Any, Any]
+# Maps the name of a contestant to a function that does its work.
+Contestants = dict[str, Callable[[], object]]
+
+_OPTIONS = {
+    "--hidden": Option(384, "hidden size of the model"),
+    "--layers": Option(6, "number of layers of the model"),
+    "--texts": Option(96, "number of texts"),
+    "--lengths": Option("uniform", "distribution of the text lengths", ["uniform", "log"]),
+    "--dtype": Option("float32", "dtype of the weights", ["float32", "bfloat16"]),
+    "--threads": Option(1, "number of threads"),
+    "--repeat": Option(3, "number of runs, of which the best one counts"),
+    "--peers": Option(False, "also measure OpenVINO and onnxruntime"),
+    "--folder": Option(None, "keep the checkpoints and the converted models here for the next run"),
+}
 
 
-def make_checkpoint(folder: Path, args: argparse.Namespace, *, has_head: bool) -> str:
-    """Save a BERT model with random weights, and a tokenizer that maps each word to one token.
+def best_times(contestants: Contestants, repeat: int) -> dict[str, float]:
+    """Run all contestants in turns, `repeat` times. Return the shortest time of each contestant.
 
-    The model is saved in a subfolder of `folder`, whose name contains the shape and the dtype. If
-    the subfolder already contains the model, the model is not saved again.
-
-    Returns:
-        The path of the subfolder.
+    Before each run, the program pauses, because the threads of some libraries wait in a loop for
+    more work after a run and occupy the CPU.
     """
-    shape = f"{args.hidden}x{args.layers}-{args.vocab}"
-    path = folder / f"bert-{shape}-{args.dtype}-{'reranker' if has_head else 'embedder'}"
-    if (path / "config.json").exists():
-        return str(path)
-    torch.manual_seed(0)
-    words = [*_SPECIAL, *(f"w{i}" for i in range(args.vocab - len(_SPECIAL)))]
-    config = BertConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=4 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=max(12, args.hidden // 64),  # as MiniLM-L6, BERT base and BERT large
-        max_position_embeddings=512,
-        num_labels=1,
-        initializer_range=0.05,
-    )
-    model = BertForSequenceClassification(config) if has_head else BertModel(config)
-    model.to(getattr(torch, args.dtype)).save_pretrained(path)
-    vocabulary = {word: token_id for token_id, word in enumerate(words)}
-    BertTokenizer(vocab=vocabulary, model_max_length=512).save_pretrained(path)
-    return str(path)
-
-
-def make_lengths(args: argparse.Namespace) -> list[int]:
-    """Return the number of tokens of each text, from 8 to 512.
-
-    With `--lengths uniform`, all lengths are equally likely. With `--lengths log`, short ones are
-    more likely: the logarithm of the length is distributed uniformly.
-    """
-    rng = random.Random(0)
-    if args.lengths == "uniform":
-        return [rng.randint(8, 512) for _ in range(args.texts)]
-    return [round(8 * 64 ** rng.random()) for _ in range(args.texts)]
-
-
-def compare(
-    works: dict[str, Callable[[], object]], repeat: int, clock: Callable[[], float]
-) -> dict[str, float]:
-    """Run all functions in turns, `repeat` times. Return the shortest time of each function.
-
-    Before each run, the program waits for _PAUSE seconds, because the threads of some libraries
-    wait in a loop for more work after a run and occupy the CPU.
-    """
-    best = dict.fromkeys(works, float("inf"))
+    best = dict.fromkeys(contestants, float("inf"))
     for _ in range(repeat):
-        for name, work in works.items():
-            time.sleep(_PAUSE)
-            started = clock()
-            work()
-            best[name] = min(best[name], clock() - started)
+        for name, work in contestants.items():
+            time.sleep(_PAUSE_S)
+            best[name] = min(best[name], seconds_of(work))
     return best
 
 
-def flops_of(lens: list[int], args: argparse.Namespace) -> float:
-    """Return the floating-point operations of all matrix products for texts of these lengths."""
-    hidden = args.hidden
-    linear = sum(lens) * 2 * 12 * hidden**2
-    attention = sum(4 * n * n * hidden for n in lens)
-    return float(args.layers * (linear + attention))
-
-
-def measure_limits(args: argparse.Namespace, clock: Callable[[], float]) -> dict[str, float]:
+def measure_limits(model: BertShape, repeat: int) -> dict[str, float]:
     """Return the FLOP/s of the model's largest matrix product, for each layout of the weights."""
-    dtype = getattr(torch, args.dtype)
-    rows, size = 512, args.hidden
-    x, weight = torch.randn(rows, size).to(dtype), torch.randn(4 * size, size).to(dtype)
-    bias = torch.randn(4 * size).to(dtype)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    count = 60
+    dtype = getattr(torch, model.dtype)
+    num_inputs, num_outputs = model.hidden_size, 4 * model.hidden_size
+    x = torch.randn(_LIMIT_ROWS, num_inputs).to(dtype)
+    weight = torch.randn(num_outputs, num_inputs).to(dtype)
+    bias = torch.randn(num_outputs).to(dtype)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _LIMIT_ROWS)
 
-    def plain() -> None:
-        for _ in range(count):
+    def use_plain() -> None:
+        for _ in range(_NUM_PRODUCTS):
             torch.nn.functional.linear(x, weight, bias)
 
     def use_packed() -> None:
-        for _ in range(count):
+        for _ in range(_NUM_PRODUCTS):
             torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     with torch.inference_mode():
-        best = compare({"plain": plain, "packed": use_packed}, 2 * args.repeat, clock)
-    return {name: count * 2 * rows * 4 * size**2 / seconds for name, seconds in best.items()}
+        best = best_times({"plain": use_plain, "packed": use_packed}, repeat)
+    flops = _NUM_PRODUCTS * 2 * _LIMIT_ROWS * num_inputs * num_outputs
+    return {layout: flops / seconds for layout, seconds in best.items()}
 
 
-def report(
-    what: str, best: dict[str, float], lens: list[int], limits: dict[str, float], flops: float
+def print_speeds(
+    noun: str, best: dict[str, float], lengths: list[int], flops: float, limit: float
 ) -> None:
-    """Print the results of one comparison."""
-    theirs = best["sentence-transformers"]
+    """Print the speed of each contestant.
+
+    Args:
+        noun: what `lengths` counts, "texts" or "pairs".
+        best: the seconds of each contestant.
+        lengths: the number of tokens of each text or pair.
+        flops: the floating-point operations for all texts.
+        limit: the FLOP/s of the machine.
+    """
+    count, num_tokens = len(lengths), sum(lengths)
     print(
-        f"\n{len(lens)} {what} with {sum(lens)} tokens; the shortest has {min(lens)} tokens and "
-        f"the longest {max(lens)}"
+        f"\n{count} {noun} with {num_tokens} tokens; the shortest has {min(lengths)} tokens and "
+        f"the longest {max(lengths)}"
     )
     for name, seconds in best.items():
-        share = flops / seconds / limits["packed"]
+        rate = flops / seconds
+        ratio = best["sentence-transformers"] / seconds
         print(
-            f"  {name:<30} {len(lens) / seconds:8.1f} /s  {sum(lens) / seconds:9.0f} tokens/s  "
-            f"{flops / seconds / 1e9:6.1f} GFLOP/s = {share:.0%} of the limit, "
-            f"{theirs / seconds:.2f} times the speed of sentence-transformers"
+            f"  {name:<30} {count / seconds:8.1f} /s  {num_tokens / seconds:9.0f} tokens/s  "
+            f"{rate / 1e9:6.1f} GFLOP/s = {rate / limit:.0%} of the limit, "
+            f"{ratio:.2f} times the speed of sentence-transformers"
         )
 
 
-def embed_through(server: Served, texts: list[str]) -> np.ndarray:
-    """Return the embeddings of all texts, computed by a server in one HTTP request."""
-    request = urllib.request.Request(
-        f"{server.openai_url}/embeddings",
-        json.dumps({"input": texts}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=600) as response:
-        return np.array([each["embedding"] for each in json.load(response)["data"]])
-
-
 class Peer:
-    """An embedder of another library, in a process of its own.
+    """An embedder of another library, in a process of its own."""
 
-    Args:
-        kind: the library and the dtype, such as "OpenVINO int8".
-        checkpoint: the folder of the model.
-        texts: a JSON file with a list of texts.
-        threads: the number of threads.
-    """
-
-    def __init__(self, kind: str, checkpoint: str, texts: Path, threads: int) -> None:
-        job = {"kind": kind, "checkpoint": checkpoint, "texts": str(texts), "threads": threads}
+    def __init__(self, job: Job) -> None:
+        """Start the process, and wait until it has loaded the model."""
         self._process = subprocess.Popen(
-            [OPENVINO_PYTHON, "-m", "loadtest.peers.exported_embedder", json.dumps(job)],
+            [OPENVINO_PYTHON, "-m", "loadtest.peers.exported_embedder", json.dumps(asdict(job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -213,126 +163,95 @@ class Peer:
         raise RuntimeError("A compared embedder ended. Its error message is above.")
 
 
-def peer_works(
-    stack: ExitStack, checkpoint: str, texts: list[str], args: argparse.Namespace
-) -> dict[str, Callable[[], object]]:
-    """For Nereid with 8-bit weights and each other library, return a function that encodes texts.
+@contextmanager
+def peer_contestants(
+    checkpoint: str, texts: list[str], args: argparse.Namespace
+) -> Iterator[Contestants]:
+    """Yield functions that encode `texts` with Nereid's 8-bit weights and with other libraries.
 
-    Each function encodes all texts. The processes of the other libraries run until `stack` is
-    closed.
+    The processes of the other libraries run until the end of the context.
     """
-    file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "texts.json"
-    file.write_text(json.dumps(texts))
     int8 = Embedder(checkpoint, num_threads=args.threads, weight_dtype="int8")
-    works: dict[str, Callable[[], object]] = {"nereid int8": lambda: int8.encode(texts)}
-    for kind in (f"OpenVINO {args.dtype}", "OpenVINO int8", "onnxruntime"):
-        peer = Peer(kind, checkpoint, file, args.threads)
-        stack.callback(peer.close)
-        for batch_size in (1, 32):
-            works[f"{kind}, batches of {batch_size}"] = partial(peer.encode, batch_size)
-    return works
-
-
-def serve(path: str, args: argparse.Namespace) -> Served:
-    """Create a server of one embedding model with `args.threads` threads, but do not start it."""
-    settings = {
-        "NEREID_EMBEDDING_MODEL": path,
-        "NEREID_EMBEDDING_NUM_THREADS": str(args.threads),
-    }
-    return Served(environment=settings)
-
-
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    add("--hidden", type=int, default=384, help="hidden size of the model")
-    add("--layers", type=int, default=6, help="number of layers of the model")
-    add("--vocab", type=int, default=30_522, help="vocabulary size of the model")
-    add("--texts", type=int, default=96, help="number of texts")
-    add(
-        "--lengths",
-        choices=["uniform", "log"],
-        default="uniform",
-        help="distribution of the text lengths; with `log`, short texts are more frequent",
-    )
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
-    add("--threads", type=int, default=1, help="number of threads")
-    add("--repeat", type=int, default=3, help="number of runs, of which the best one counts")
-    add(
-        "--clock",
-        choices=["wall", "cpu"],
-        default="wall",
-        help="`cpu` measures the CPU time of this process, for one thread on a busy machine",
-    )
-    add("--peers", action="store_true", help="also measure OpenVINO and onnxruntime")
-    add("--folder", help="keep the checkpoints and the converted models here for the next run")
-    add("--triton", action="store_true", help="also send the texts to a server")
-    args = parser.parse_args()
-    if (args.triton or args.peers) and args.clock == "cpu":
-        parser.error(
-            "--triton and --peers require --clock wall, because --clock cpu does not include the "
-            "CPU time of other processes"
-        )
-    return args
+    contestants: Contestants = {"nereid int8": partial(int8.encode, texts)}
+    with ExitStack() as stack:
+        file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "texts.json"
+        file.write_text(json.dumps(texts))
+        for kind in (f"OpenVINO {args.dtype}", "OpenVINO int8", "onnxruntime"):
+            peer = Peer(Job(kind, checkpoint, str(file), args.threads))
+            stack.callback(peer.close)
+            for batch_size in (1, 32):
+                contestants[f"{kind}, batches of {batch_size}"] = partial(peer.encode, batch_size)
+        yield contestants
 
 
 def main() -> None:
     """Measure embeddings and reranking, and print the results."""
-    args = arguments()
-    clock = time.perf_counter if args.clock == "wall" else time.process_time
+    args = command_line.parse(__doc__, _OPTIONS)
     logging.disable_progress_bar()
-    rng = random.Random(1)
-    lens = make_lengths(args)
-
-    def words(count: int) -> str:
-        return " ".join(f"w{rng.randrange(args.vocab - len(_SPECIAL))}" for _ in range(count))
-
-    with ExitStack() as stack:
-        folder = Path(args.folder or stack.enter_context(tempfile.TemporaryDirectory()))
-        embedder_path = make_checkpoint(folder, args, has_head=False)
-        reranker_path = make_checkpoint(folder, args, has_head=True)
+    model = BertShape(args.hidden, args.layers, args.dtype)
+    lengths = random_lengths(args.texts, args.lengths)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(args.folder or temporary)
+        embedder_path = model.save(folder, has_head=False)
+        reranker_path = model.save(folder, has_head=True)
+        # The engines set the number of threads of this process.
         embedder = Embedder(embedder_path, num_threads=args.threads)
         reranker = Reranker(reranker_path, num_threads=args.threads)
-        sentences = SentenceTransformer(embedder_path, device="cpu")
-        cross = CrossEncoder(reranker_path, device="cpu")
         print(
             f"BERT {args.hidden} x {args.layers}, {args.dtype}, {torch.get_num_threads()} threads, "
-            f"{args.lengths} lengths, {args.clock} time, best of {args.repeat} runs"
+            f"{args.lengths} lengths, best of {args.repeat} runs"
         )
-        limits = measure_limits(args, clock)
-        for name, rate in limits.items():
-            print(f"matrix products with {name} weights: {rate / 1e9:.0f} GFLOP/s")
+        limits = measure_limits(model, 2 * args.repeat)
+        for layout, rate in limits.items():
+            print(f"matrix products with {layout} weights: {rate / 1e9:.0f} GFLOP/s")
+        flops = model.flops(lengths)
+        best = compare_embedders(embedder, embedder_path, random_texts(lengths), args)
+        print_speeds("texts", best, lengths, flops, limits["packed"])
+        best = compare_rerankers(reranker, reranker_path, random_pairs(lengths), args)
+        print_speeds("pairs", best, lengths, flops, limits["packed"])
 
-        texts = [words(n - 2) for n in lens]
-        found, wanted = embedder.encode(texts), sentences.encode(texts, show_progress_bar=False)
-        cosine = (found * wanted).sum(1) / np.linalg.norm(found, axis=1)
-        least = (cosine / np.linalg.norm(wanted, axis=1)).min()
-        print(f"lowest cosine similarity to sentence-transformers: {least:.7f}")
-        works: dict[str, Callable[[], object]] = {
-            "nereid": lambda: embedder.encode(texts),
-            "sentence-transformers": lambda: sentences.encode(texts, show_progress_bar=False),
-        }
+
+def compare_embedders(
+    embedder: Embedder, path: str, texts: list[str], args: argparse.Namespace
+) -> dict[str, float]:
+    """Print the difference from sentence-transformers. Return the best time of each embedder."""
+    reference = SentenceTransformer(path, device="cpu")
+    encode_reference = partial(reference.encode, texts, show_progress_bar=False)
+    least = lowest_cosine(embedder.encode(texts), encode_reference())
+    print(f"lowest cosine similarity to sentence-transformers: {least:.7f}")
+    contestants: Contestants = {
+        "nereid": partial(embedder.encode, texts),
+        "sentence-transformers": encode_reference,
+    }
+    with ExitStack() as stack:
         if args.peers:
-            works |= peer_works(stack, embedder_path, texts, args)
-        if args.triton:
-            server = stack.enter_context(serve(embedder_path, args))
-            served = embed_through(server, texts)
-            difference = np.abs(served - found).max()
-            print(f"largest difference between the server and the engine: {difference:.1e}")
-            works["nereid serve"] = lambda: embed_through(server, texts)
-        best = compare(works, args.repeat, clock)
-        report("texts", best, lens, limits, flops_of(lens, args))
+            contestants |= stack.enter_context(peer_contestants(path, texts, args))
+        return best_times(contestants, args.repeat)
 
-        pairs = [(words(min(8, n - 4)), words(max(1, n - 3 - min(8, n - 4)))) for n in lens]
-        differences = np.abs(reranker.score(pairs) - cross.predict(pairs, show_progress_bar=False))
-        print(f"\nlargest difference of scores: {differences.max():.1e}")
-        works = {
-            "nereid": lambda: reranker.score(pairs),
-            "sentence-transformers": lambda: cross.predict(pairs, show_progress_bar=False),
-        }
-        best = compare(works, args.repeat, clock)
-        report("pairs", best, lens, limits, flops_of(lens, args))
+
+def lowest_cosine(a: Array, b: Array) -> float:
+    """Return the lowest cosine similarity between a row of `a` and the same row of `b`."""
+    products = (a * b).sum(1)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    return float((products / norms).min())
+
+
+def compare_rerankers(
+    reranker: Reranker,
+    path: str,
+    pairs: list[tuple[str, str]],
+    args: argparse.Namespace,
+) -> dict[str, float]:
+    """Print the difference from sentence-transformers. Return the best time of each reranker."""
+    reference = CrossEncoder(path, device="cpu")
+    score_reference = partial(reference.predict, pairs, show_progress_bar=False)
+    difference = np.abs(reranker.score(pairs) - score_reference()).max()
+    print(f"\nlargest difference of scores: {difference:.1e}")
+    contestants: Contestants = {
+        "nereid": partial(reranker.score, pairs),
+        "sentence-transformers": score_reference,
+    }
+    return best_times(contestants, args.repeat)
 
 
 if __name__ == "__main__":

@@ -23,30 +23,33 @@ from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
 from loadtest.bench.random_prompts import random_prompt
+from loadtest.command_line import Option
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 _NUM_ADDED_TOKENS = 60
 
+_OPTIONS = {
+    "--shape": Option("0.1b", "shape of the model", sorted(SHAPES)),
+    "--dtype": Option("float32", "dtype of the model", ["float32", "bfloat16"]),
+    "--tokens": Option(8000, "tokens of the first prompt"),
+    "--rounds": Option(3, "number of chats"),
+    "--threads": Option(1, "number of threads"),
+    "--disk": Option(False, "also measure the cache on disk after a restart"),
+}
+
 
 class Turn(NamedTuple):
-    """An answered prompt.
-
-    Attributes:
-        prompt: the tokens of the prompt.
-        answer: the tokens of the answer.
-        first_token_s: the seconds from the request to the first token.
-        num_cached: the number of prompt tokens that the engine found in its cache.
-    """
+    """The token ids of a prompt and of its answer, and the engine's work until the first token."""
 
     prompt: list[int]
     answer: list[int]
     first_token_s: float
-    num_cached: int
+    num_cached: int  # the prompt tokens that the engine found in its cache
 
 
 def main() -> None:
     """Measure the turns, and print a table."""
-    args = arguments().parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
         model, cache = Path(folder, args.shape), Path(folder, "cache")
         make_checkpoint(model, args.shape, args.dtype)
@@ -60,19 +63,6 @@ def main() -> None:
             row += cells(again, before)
     print(f"\nMedian time to the first token of a chat with {args.tokens} tokens.\n")
     print(table(head, [row]))
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    add("--shape", default="0.1b", choices=sorted(SHAPES), help="shape of the model")
-    add("--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of the model")
-    add("--tokens", type=int, default=8000, help="tokens of the first prompt")
-    add("--rounds", type=int, default=3, help="number of chats")
-    add("--threads", type=int, default=1, help="number of threads")
-    add("--disk", action="store_true", help="also measure the cache on disk after a restart")
-    return parser
 
 
 def measure_chats(

@@ -28,22 +28,25 @@ from nereid_backend.sampling.token_masks import StepMasks
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
+from loadtest.command_line import Option
 
 _NUM_WARM_UPS = 2
 
+_OPTIONS = {
+    "--batches": Option([1, 16, 64], "batch sizes"),
+    "--vocabs": Option([2048, 32_000, 151_936], "vocabulary sizes"),
+    "--text-len": Option(512, "tokens of each prompt"),
+    "--threads": Option(1, "number of threads"),
+    "--repeat": Option(15, "number of steps, of which the median counts"),
+}
+
 
 class Case(NamedTuple):
-    """A kind of batch, whose requests all have the same sampling parameters.
-
-    Attributes:
-        params: the sampling parameters, with the names of `SamplingParams`.
-        has_masks: whether each request has a grammar mask.
-        has_peaks: whether a few tokens have most of the probability.
-    """
+    """A kind of batch, whose requests all have the same fields of `SamplingParams`."""
 
     params: Mapping[str, float]
-    has_masks: bool = False
-    has_peaks: bool = True
+    has_masks: bool = False  # whether each request has a grammar mask
+    has_peaks: bool = True  # whether a few tokens have most of the probability
 
 
 _GREEDY = {"temperature": 0.0}
@@ -138,15 +141,7 @@ def row(vocab_size: int, batch_size: int, args: argparse.Namespace) -> list[str]
 
 def main() -> None:
     """Measure all batch sizes and vocabularies, and print a table."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    sizes = [2048, 32_000, 151_936]
-    add("--batches", type=int, nargs="+", default=[1, 16, 64], help="batch sizes")
-    add("--vocabs", type=int, nargs="+", default=sizes, help="vocabulary sizes")
-    add("--text-len", type=int, default=512, help="tokens of each prompt")
-    add("--threads", type=int, default=1, help="number of threads")
-    add("--repeat", type=int, default=15, help="number of steps, of which the median counts")
-    args = parser.parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     torch.set_num_threads(args.threads)
     print(
         f"{args.threads} threads, prompts of {args.text_len} tokens. "

@@ -9,11 +9,13 @@ where a step starts before the tokens of the previous step are read. A GPU never
 if its forward pass takes longer than the time in "ahead".
 """
 
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from nereid_backend import SamplingParams
@@ -28,31 +30,46 @@ from nereid_backend.step_runner import Runner
 from torch import Tensor
 
 from loadtest import command_line
+from loadtest.bench.markdown_table import print_table
+from loadtest.bench.random_prompts import random_prompt
+from loadtest.command_line import Option
 
 T = TypeVar("T")
 
-PARTS = ("plan", "build", "sample", "commit", "step", "ahead")
 _BLOCK_SIZE = 16
-_PROMPT = 64
-_VOCAB = 256
+_PROMPT_LENGTH = 64
+_VOCAB_SIZE = 256
+# The numbers of running and of waiting requests.
+_LOADS = ((1, 0), (16, 0), (64, 0), (256, 0), (1000, 0), (1000, 10_000))
+
+
+class StepParts(NamedTuple):
+    """The CPU seconds of the parts of one step."""
+
+    plan: float
+    build: float
+    sample: float
+    commit: float
 
 
 def main() -> None:
     """Print one row for each number of running and waiting requests."""
-    parser = command_line.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="steps measured in each row")
-    steps = parser.parse_args().steps
+    options = {"--steps": Option(300, "steps measured in each row")}
+    num_steps = command_line.parse(__doc__, options).steps
     torch.set_num_threads(1)
     # The engine process also calls this function after loading.
     reduce_garbage_collection()
-    print("Each cell shows the milliseconds of CPU time of a step: median and 99th percentile.")
-    print(f"{'running':>8} {'waiting':>8}" + "".join(f"{part:>14}" for part in PARTS))
-    for num_running, num_waiting in ((1, 0), (16, 0), (64, 0), (256, 0), (1000, 0), (1000, 10_000)):
-        found = measure(num_running, num_waiting, steps)
-        found["step"] = [sum(parts) for parts in zip(*found.values(), strict=True)]
-        found["ahead"] = measure_ahead(num_running, num_waiting, steps)
-        spreads = "".join(f"{_spread(found[part]):>14}" for part in PARTS)
-        print(f"{num_running:8} {num_waiting:8}{spreads}")
+    print("Each cell shows the milliseconds of CPU time of a step: median and 99th percentile.\n")
+    head = ["running", "waiting", *StepParts._fields, "step", "ahead"]
+    print_table(head, (row(*load, num_steps) for load in _LOADS))
+
+
+def row(num_running: int, num_waiting: int, num_steps: int) -> list[str]:
+    """Measure one number of running and waiting requests, and return its row of the table."""
+    steps = measure(num_running, num_waiting, num_steps)
+    columns = [*zip(*steps, strict=True), [sum(step) for step in steps]]
+    columns.append(measure_ahead(num_running, num_waiting, num_steps))
+    return [str(num_running), str(num_waiting), *map(_median_and_99th, columns)]
 
 
 class _RandomPath:
@@ -81,7 +98,7 @@ class _RandomPath:
         """Build the batch of a plan, and return random logits (see `ForwardPath.forward`)."""
         device = torch.device("cpu")
         batch, self.build_s = timed(lambda: self._builder.build(plan, device, sampled))
-        logits, self.model_s = timed(lambda: torch.rand(batch.num_logits, _VOCAB))
+        logits, self.model_s = timed(lambda: torch.rand(batch.num_logits, _VOCAB_SIZE))
         self.was_full = len(plan.chunks) == plan.num_tokens == self._max_num_seqs
         return logits
 
@@ -96,61 +113,60 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
     return result, time.thread_time() - started
 
 
-def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of each part of a step, for steps in which all running requests decode."""
-    scheduler, path = _begin(num_running, num_waiting, steps)
+def measure(num_running: int, num_waiting: int, num_steps: int) -> list[StepParts]:
+    """Return the times of steps in which all running requests decode."""
+    scheduler, path = _start(num_running, num_waiting, num_steps)
     runner = Runner(path)
-    found: dict[str, list[float]] = {part: [] for part in PARTS[:4]}
-    while len(found["plan"]) < steps:
+    steps: list[StepParts] = []
+    while len(steps) < num_steps:
         plan, plan_s = timed(scheduler.plan)
-        result, run_s = timed(lambda: runner.run(plan))  # noqa: B023 - called at once
-        _, commit_s = timed(lambda: scheduler.commit(plan, result))  # noqa: B023 - called at once
+        result, run_s = timed(partial(runner.run, plan))
+        _, commit_s = timed(partial(scheduler.commit, plan, result))
         if path.was_full:
             sample_s = run_s - path.build_s - path.model_s
-            for part, seconds in zip(
-                found, (plan_s, path.build_s, sample_s, commit_s), strict=True
-            ):
-                found[part].append(seconds)
+            steps.append(StepParts(plan_s, path.build_s, sample_s, commit_s))
     assert scheduler.num_waiting == num_waiting
-    return found
+    return steps
 
 
-def measure_ahead(num_running: int, num_waiting: int, steps: int) -> list[float]:
+def measure_ahead(num_running: int, num_waiting: int, num_steps: int) -> list[float]:
     """Measure steps with async_scheduling in which all requests decode. Return their seconds."""
-    scheduler, path = _begin(num_running, num_waiting, steps)
+    scheduler, path = _start(num_running, num_waiting, num_steps)
     loop = StepLoop(scheduler, Runner(path), max_step_failures=1, is_async=True)
-    found: list[float] = []
-    while len(found) < steps:
+    times: list[float] = []
+    while len(times) < num_steps:
         _, step_s = timed(loop.step)
         if path.was_full:
-            found.append(step_s - path.model_s)
-    return found
+            times.append(step_s - path.model_s)
+    return times
 
 
-def _begin(num_running: int, num_waiting: int, steps: int) -> tuple[Scheduler, _RandomPath]:
+def _start(num_running: int, num_waiting: int, num_steps: int) -> tuple[Scheduler, _RandomPath]:
     """Return a scheduler with `num_running + num_waiting` new requests, and a forward path for it.
 
-    The scheduler runs at most `num_running` requests at a time.
+    The scheduler runs at most `num_running` requests at a time, and no request ends within
+    `num_steps` steps.
     """
-    blocks = num_running * (-(-(_PROMPT + steps) // _BLOCK_SIZE) + 2)
+    blocks_per_request = math.ceil((_PROMPT_LENGTH + num_steps) / _BLOCK_SIZE) + 2
     scheduler = Scheduler(
-        BlockPool(blocks),
+        BlockPool(num_running * blocks_per_request),
         block_size=_BLOCK_SIZE,
         max_num_seqs=num_running,
         max_num_batched_tokens=max(4096, num_running),
     )
-    length = _PROMPT + 10 * steps
+    max_length = _PROMPT_LENGTH + 10 * num_steps
     rng = random.Random(0)
     for number in range(num_running + num_waiting):
-        prompt = [rng.randrange(_VOCAB) for _ in range(_PROMPT)]
+        prompt = random_prompt(rng, _VOCAB_SIZE, _PROMPT_LENGTH)
         params = SamplingParams(temperature=0.0)
-        scheduler.add(Sequence(str(number), prompt, params, max_total_tokens=length))
-    return scheduler, _RandomPath(num_running, length)
+        scheduler.add(Sequence(str(number), prompt, params, max_total_tokens=max_length))
+    return scheduler, _RandomPath(num_running, max_length)
 
 
-def _spread(seconds: list[float]) -> str:
-    percentile = statistics.quantiles(seconds, n=100)[98]
-    return f"{statistics.median(seconds) * 1e3:.2f} {percentile * 1e3:.2f}"
+def _median_and_99th(seconds: Iterable[float]) -> str:
+    """Return the median and the 99th percentile in milliseconds. Example: "0.52 1.10"."""
+    percentiles = statistics.quantiles(seconds, n=100)
+    return f"{percentiles[49] * 1e3:.2f} {percentiles[98] * 1e3:.2f}"
 
 
 if __name__ == "__main__":

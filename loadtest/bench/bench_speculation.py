@@ -22,23 +22,27 @@ thread.
 """
 
 import argparse
-import dataclasses
+import itertools
 import json
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.outputs import EngineStats
 from transformers import AutoTokenizer
 
 from loadtest import command_line
-from loadtest.bench.created_models.grown_models import save_with_layers
-from loadtest.bench.created_models.trained_draft import trained_draft
-from loadtest.bench.markdown_table import table
+from loadtest.bench.draft_models import save_with_layers, trained_draft
+from loadtest.bench.markdown_table import print_table
+from loadtest.bench.random_prompts import random_prompt
+from loadtest.command_line import Option
 
 # The programs in the folder `demo` import each other by their short names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "demo"))
@@ -47,67 +51,65 @@ from evaluate import held_out_dialogues
 from lessons import SKILLS
 
 _METHODS = ("off", "ngram", "draft")
+_NUM_DRAFT_TOKENS = 4
+_RANDOM_PROMPT_LENGTH = 200
+# At this temperature, all tokens are about equally likely.
+_VERY_HIGH_TEMPERATURE = 1000.0
+
+_OPTIONS = {
+    "--model": Option(Path("demo/chat"), "folder of the target"),
+    "--draft-model": Option(None, "folder of the draft model", value_type=Path),
+    "--truncate": Option(0, "layers of the target that are the draft model"),
+    "--train-draft": Option(0, "layers of a draft model that is trained"),
+    "--grow": Option(0, "layers that are added to the target"),
+    "--batch": Option([1, 8], "requests at the same time"),
+    "--tokens": Option(100, "tokens of each answer"),
+    "--num-prompts": Option(16, "number of prompts"),
+    "--rounds": Option(3, "number of rounds"),
+    "--threads": Option(1, "number of threads"),
+    "--dtype": Option("float32", "dtype of the models", ["float32", "bfloat16"]),
+}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Measurement:
-    """The speed of one run, and its drafts.
-
-    Attributes:
-        tokens_per_s: the number of tokens per second.
-        tokens_per_cpu_s: the number of tokens per second of CPU time. The CPU time is the sum over
-            all threads.
-        acceptance: the share of draft tokens that were accepted; None without drafts.
-        mean_draft: the mean number of tokens in a draft.
-    """
+    """The speed of one run, and its drafts. The CPU time is the sum over all threads."""
 
     tokens_per_s: float
     tokens_per_cpu_s: float
-    acceptance: float | None
-    mean_draft: float
+    acceptance: float | None  # the share of draft tokens that were accepted; None without drafts
+    mean_draft: float  # the mean number of tokens in a draft
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts with the same temperature, and the methods that are measured with them."""
+
+    kind: str  # in the table
+    token_ids: list[list[int]]
+    temperature: float
+    methods: Sequence[str]
 
 
 def main() -> None:
     """Measure all methods, and print a table."""
-    args = arguments().parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
+    head = ["prompts", "batch", "drafts", "tokens/s", "ratio", "ratio by CPU time", "accepted"]
     with tempfile.TemporaryDirectory() as folder:
         target, draft = models(args, Path(folder))
-        prompts = {"dialogues": dialogues(args), "random": random_prompts(args)}
-        engines = {
-            method: open_engine(target, draft, method, args)
-            for method in _METHODS
-            if method != "draft" or draft is not None
-        }
-        rows = []
-        for batch_size in args.batch:
-            for kind, kind_prompts in prompts.items():
-                rows += measure(engines, kind, kind_prompts, batch_size, args)
+        methods = [method for method in _METHODS if method != "draft" or draft is not None]
+        engines = {method: open_engine(target, draft, method, args) for method in methods}
+        all_prompts = (dialogues(args), random_prompts(args))
+        print(f"\nMedian of {args.rounds} rounds, {args.tokens} tokens for each answer.\n")
+        rows = (
+            row
+            for batch_size in args.batch
+            for prompts in all_prompts
+            for row in measured_rows(engines, prompts, batch_size, args)
+        )
+        print_table([*head, "draft length"], rows)
         for engine in engines.values():
             engine.close()
-    names = ["prompts", "batch", "drafts", "tokens/s", "ratio", "ratio by CPU time", "accepted"]
-    print(f"\nMedian of {args.rounds} rounds, {args.tokens} tokens for each answer.\n")
-    print(table([*names, "draft length"], rows))
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    add("--model", type=Path, default=Path("demo/chat"), help="folder of the target")
-    add("--draft-model", type=Path, help="folder of the draft model")
-    add("--truncate", type=int, default=0, help="layers of the target that are the draft model")
-    add("--train-draft", type=int, default=0, help="layers of a draft model that is trained")
-    add("--grow", type=int, default=0, help="layers that are added to the target")
-    add("--num-drafts", type=int, default=4, help="largest number of draft tokens in a step")
-    add("--batch", type=int, nargs="+", default=[1, 8], help="requests at the same time")
-    add("--temperature", type=float, default=0.0, help="temperature of all requests")
-    add("--tokens", type=int, default=100, help="tokens of each answer")
-    add("--num-prompts", type=int, default=16, help="number of prompts")
-    add("--rounds", type=int, default=3, help="number of rounds")
-    add("--threads", type=int, default=1, help="number of threads")
-    add("--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of the models")
-    add("--stops", action="store_true", help="answers end with the end-of-sequence token")
-    return parser
 
 
 def models(args: argparse.Namespace, folder: Path) -> tuple[Path, Path | None]:
@@ -125,32 +127,39 @@ def models(args: argparse.Namespace, folder: Path) -> tuple[Path, Path | None]:
     return target, draft
 
 
-def dialogues(args: argparse.Namespace) -> list[list[int]]:
+def dialogues(args: argparse.Namespace) -> Prompts:
     """Return the prompts of dialogues that the demo model has not seen in training."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    skills = list(SKILLS)
     prompts = []
-    for index in range(args.num_prompts):
-        (dialogue,) = held_out_dialogues(skills[index % len(skills)], True, 1, index)
+    for number, skill in zip(range(args.num_prompts), itertools.cycle(SKILLS), strict=False):
+        (dialogue,) = held_out_dialogues(skill, thinking=True, count=1, seed=number)
         text = prompt_text(tokenizer, dialogue)
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return prompts
+    return Prompts("dialogues", prompts, temperature=0.0, methods=_METHODS)
 
 
-def random_prompts(args: argparse.Namespace) -> list[list[int]]:
-    """Return prompts of random tokens."""
+def random_prompts(args: argparse.Namespace) -> Prompts:
+    """Return prompts of random tokens, whose answers are random, too.
+
+    An answer at temperature 0 would soon repeat itself. The draft model is not measured with these
+    prompts: the draft model and the target use the same random numbers, so nearly all draft tokens
+    would be accepted.
+    """
     rng = random.Random(0)
-    size = json.loads((args.model / "config.json").read_text())["vocab_size"]
-    return [[rng.randrange(3, size) for _ in range(200)] for _ in range(args.num_prompts)]
+    vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    prompts = [
+        random_prompt(rng, vocab_size, _RANDOM_PROMPT_LENGTH) for _ in range(args.num_prompts)
+    ]
+    return Prompts("random", prompts, _VERY_HIGH_TEMPERATURE, methods=("off", "ngram"))
 
 
 def open_engine(target: Path, draft: Path | None, method: str, args: argparse.Namespace) -> Engine:
     """Return an engine that uses one of `_METHODS`."""
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "off": {"num_speculative_tokens": 0},
-        "ngram": {"speculative_method": "ngram", "num_speculative_tokens": args.num_drafts},
-        "draft": {"draft_model": str(draft), "num_speculative_tokens": args.num_drafts},
-    }[method]
+        "ngram": {"speculative_method": "ngram", "num_speculative_tokens": _NUM_DRAFT_TOKENS},
+        "draft": {"draft_model": str(draft), "num_speculative_tokens": _NUM_DRAFT_TOKENS},
+    }
     config = EngineConfig(
         str(target),
         dtype=args.dtype,
@@ -158,99 +167,83 @@ def open_engine(target: Path, draft: Path | None, method: str, args: argparse.Na
         compile_forward=False,
         enable_prefix_caching=False,
         kv_cache_memory="512MiB",
-        **settings,
+        **settings[method],
     )
     return Engine(config, progress=lambda _: None)
 
 
-def measure(
-    engines: dict[str, Engine],
-    kind: str,
-    prompts: list[list[int]],
-    batch_size: int,
-    args: argparse.Namespace,
+def measured_rows(
+    engines: dict[str, Engine], prompts: Prompts, batch_size: int, args: argparse.Namespace
 ) -> list[list[str]]:
     """Return one row of the table for each method."""
-    # The answers to random prompts must be random, because an answer at temperature 0 would soon
-    # repeat itself. At temperature 1000, all tokens are about equally likely. The draft model and
-    # the target use the same random numbers, so nearly all draft tokens would then be accepted. The
-    # draft model is therefore not measured with random prompts.
-    temperature = args.temperature if kind == "dialogues" else 1000.0
-    chosen = {m: e for m, e in engines.items() if kind == "dialogues" or m != "draft"}
-    runs: dict[str, list[Measurement]] = {method: [] for method in chosen}
-    for round_number in range(args.rounds + 1):
-        for method, engine in chosen.items():
-            run = run_prompts(engine, prompts, batch_size, temperature, args)
-            if round_number > 0:  # The first round only warms up the caches.
-                runs[method].append(run)
-    rows = []
-    for method, measurements in runs.items():
-        pairs = list(zip(measurements, runs["off"], strict=True))
-        speed = statistics.median(run.tokens_per_s for run in measurements)
-        ratio = statistics.median(run.tokens_per_s / plain.tokens_per_s for run, plain in pairs)
-        cpu_ratio = statistics.median(
-            run.tokens_per_cpu_s / plain.tokens_per_cpu_s for run, plain in pairs
-        )
-        last = measurements[-1]
-        accepted = "-" if last.acceptance is None else f"{last.acceptance:.0%}"
-        rows.append(
-            [
-                kind,
-                str(batch_size),
-                method,
-                f"{speed:.0f}",
-                f"{ratio:.3f}",
-                f"{cpu_ratio:.3f}",
-                accepted,
-                f"{last.mean_draft:.1f}",
-            ]
-        )
-        print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+    runs: dict[str, list[Measurement]] = {
+        method: [] for method in engines if method in prompts.methods
+    }
+    for _ in range(1 + args.rounds):
+        for method, runs_of_method in runs.items():
+            runs_of_method.append(run_prompts(engines[method], prompts, batch_size, args.tokens))
+    # The first round only warms up the caches.
+    measured = {method: runs_of_method[1:] for method, runs_of_method in runs.items()}
+    return [
+        [prompts.kind, str(batch_size), method, *cells(measurements, measured["off"])]
+        for method, measurements in measured.items()
+    ]
 
 
-def run_prompts(
-    engine: Engine,
-    prompts: list[list[int]],
-    batch_size: int,
-    temperature: float,
-    args: argparse.Namespace,
-) -> Measurement:
+def cells(measurements: Sequence[Measurement], plain: Sequence[Measurement]) -> list[str]:
+    """Return the figures of one method. `plain` contains the same rounds without drafts."""
+    pairs = list(zip(measurements, plain, strict=True))
+    speed = statistics.median(run.tokens_per_s for run in measurements)
+    ratio = statistics.median(run.tokens_per_s / other.tokens_per_s for run, other in pairs)
+    cpu_ratio = statistics.median(
+        run.tokens_per_cpu_s / other.tokens_per_cpu_s for run, other in pairs
+    )
+    last = measurements[-1]
+    accepted = "-" if last.acceptance is None else f"{last.acceptance:.0%}"
+    return [f"{speed:.0f}", f"{ratio:.3f}", f"{cpu_ratio:.3f}", accepted, f"{last.mean_draft:.1f}"]
+
+
+def run_prompts(engine: Engine, prompts: Prompts, batch_size: int, num_tokens: int) -> Measurement:
     """Answer all prompts, `batch_size` at the same time, and measure the speed of decode.
 
     Only the steps after the prefill of a batch are timed.
     """
     before = engine.stats()
     seconds = cpu_seconds = 0.0
-    num_tokens = 0
-    for start in range(0, len(prompts), batch_size):
-        for index, prompt in enumerate(prompts[start : start + batch_size], start):
+    num_decoded = 0
+    numbered = list(enumerate(prompts.token_ids))
+    for start in range(0, len(numbered), batch_size):
+        for number, prompt in numbered[start : start + batch_size]:
             params = SamplingParams(
-                temperature=temperature,
-                max_tokens=args.tokens,
-                ignore_eos=not args.stops,
-                seed=index,
+                temperature=prompts.temperature,
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                seed=number,
             )
-            engine.add_request(str(index), prompt, params)
+            engine.add_request(str(number), prompt, params)
         while engine.stats().num_requests_waiting:
             engine.step()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         while engine.has_work():
-            num_tokens += sum(len(update.new_token_ids) for update in engine.step())
+            num_decoded += sum(len(update.new_token_ids) for update in engine.step())
         seconds += time.perf_counter() - begin
         cpu_seconds += time.process_time() - cpu_begin
-    speeds = num_tokens / seconds, num_tokens / cpu_seconds
-    return summarise(speeds, before, engine.stats())
+    acceptance, mean_draft = draft_figures(before, engine.stats())
+    return Measurement(num_decoded / seconds, num_decoded / cpu_seconds, acceptance, mean_draft)
 
 
-def summarise(speeds: tuple[float, float], before: EngineStats, after: EngineStats) -> Measurement:
-    """Return the measurement of a run from the counters before and after the run."""
+def draft_figures(before: EngineStats, after: EngineStats) -> tuple[float | None, float]:
+    """Return the share of accepted draft tokens and the mean length of a draft.
+
+    The figures are those of a run, whose engine counted `before` and `after` the run. Without
+    drafts, they are None and 0.
+    """
     num_drafts = after.num_drafts - before.num_drafts
     num_proposed = after.num_proposed_tokens - before.num_proposed_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     if not num_proposed:
-        return Measurement(*speeds, None, 0.0)
-    return Measurement(*speeds, num_accepted / num_proposed, num_proposed / num_drafts)
+        return None, 0.0
+    return num_accepted / num_proposed, num_proposed / num_drafts
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ compute all figures, so no weights are needed:
     python -m loadtest.bench.bench_window_groups
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,16 @@ from nereid_backend.model.memory.layer_groups import divide_layers
 from nereid_backend.model.memory.memory_plan import BlockShape, plan_memory
 
 from loadtest import command_line
+from loadtest.bench.markdown_table import table
+from loadtest.command_line import Option
 
 _ITEM_BYTES = 2  # bfloat16
+
+_OPTIONS = {
+    "--tokens": Option(32_000, "tokens in each request"),
+    "--gib": Option(4.0, "size of the KV cache in GiB"),
+    "--step-tokens": Option(512, "tokens in one step"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,41 +92,48 @@ def measure(
     num_bytes: int,
 ) -> Memory:
     """Plan a KV cache of `num_bytes` bytes for requests with `num_tokens` tokens."""
-    layer_bytes = layers[0].bytes_per_token(_ITEM_BYTES) * groups.num_places
     block = BlockShape(
-        layer_bytes, config.block_size, groups.windows, config.max_num_batched_tokens
+        bytes_per_token=layers[0].bytes_per_token(_ITEM_BYTES) * groups.num_places,
+        block_size=config.block_size,
+        windows=groups.windows,
+        max_step_tokens=config.max_num_batched_tokens,
     )
-    num_blocks = block.num_sequence_blocks(num_tokens)
     limit = LengthLimit(num_tokens, "the length of the requests")
-    plan = plan_memory(config, block, 0, limit, num_bytes)
+    plan = plan_memory(config, block, bytes_per_sequence=0, limit=limit, num_bytes=num_bytes)
+    num_blocks = block.num_sequence_blocks(num_tokens)
     return Memory(num_blocks * block.num_bytes / num_tokens, plan.num_blocks // num_blocks)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one row for each model."""
-    parser = command_line.parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=32_000, help="tokens in each request")
-    parser.add_argument("--gib", type=float, default=4, help="size of the KV cache in GiB")
-    parser.add_argument("--step-tokens", type=int, default=512, help="tokens in one step")
-    args = parser.parse_args(argv)
+    args = command_line.parse(__doc__, _OPTIONS, argv)
+    print(
+        f"Memory per token of requests with {args.tokens} tokens, and requests in {args.gib:g} "
+        "GiB\n"
+    )
+    head = ["model", "one group", "requests", "groups", "memory", "requests"]
+    print(table(head, [[name, *cells(shape, args)] for name, shape in SHAPES.items()]))
+
+
+def cells(shape: Shape, args: argparse.Namespace) -> list[str]:
+    """Return the memory and the number of requests of a model without groups and with groups."""
+    num_bytes = int(args.gib * 2**30)
+    layers = shape.layers()
     config = EngineConfig(
         "none", max_num_seqs=args.step_tokens, max_num_batched_tokens=args.step_tokens
     )
-    num_bytes = int(args.gib * 2**30)
-    print(f"Memory per token of requests with {args.tokens} tokens, and requests in {args.gib} GiB")
-    print(
-        f"{'model':24}{'one group':>12}{'requests':>10}{'groups':>16}{'memory':>12}{'requests':>10}"
+    groups = divide_layers(layers, args.tokens, args.step_tokens, config.block_size)
+    before, after = (
+        measure(layers, division, config, args.tokens, num_bytes)
+        for division in (single_group(layers), groups)
     )
-    for name, shape in SHAPES.items():
-        layers = shape.layers()
-        groups = divide_layers(layers, args.tokens, args.step_tokens, config.block_size)
-        before = measure(layers, single_group(layers), config, args.tokens, num_bytes)
-        after = measure(layers, groups, config, args.tokens, num_bytes)
-        division = f"{len(groups.windows)} of {groups.num_places} layers"
-        print(
-            f"{name:24}{format_bytes(int(before.bytes_per_token)):>12}{before.num_requests:>10}"
-            f"{division:>16}{format_bytes(int(after.bytes_per_token)):>12}{after.num_requests:>10}"
-        )
+    return [
+        format_bytes(int(before.bytes_per_token)),
+        str(before.num_requests),
+        f"{len(groups.windows)} of {groups.num_places} layers",
+        format_bytes(int(after.bytes_per_token)),
+        str(after.num_requests),
+    ]
 
 
 if __name__ == "__main__":

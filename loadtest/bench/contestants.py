@@ -17,15 +17,9 @@ _TIMEOUT_S = 1800
 
 
 class Contestant(NamedTuple):
-    """An engine with certain settings.
+    """An engine with certain settings. The Python interpreter `python` runs the module."""
 
-    Attributes:
-        module: the module in loadtest/peers that runs the engine.
-        settings: the settings of the engine.
-        python: the Python interpreter that runs the module.
-    """
-
-    module: str
+    module: str  # in loadtest/peers
     settings: dict[str, Any]
     python: Path = Path(sys.executable)
 

@@ -19,15 +19,10 @@ _MATRIX_SIZE = 2048
 
 
 class MachineLimits(NamedTuple):
-    """The measured limits of this machine.
+    """The measured limits of this machine."""
 
-    Attributes:
-        read_bytes_per_s: the memory bandwidth.
-        matmul_flops: the floating-point operations of matrix products in one second.
-    """
-
-    read_bytes_per_s: float
-    matmul_flops: float
+    read_bytes_per_s: float  # the memory bandwidth
+    matmul_flops: float  # the floating-point operations of matrix products in one second
 
 
 def processor_name() -> str:

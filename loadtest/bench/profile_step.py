@@ -10,82 +10,91 @@ import argparse
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.cpu_library import KernelTimes
+from nereid_backend.paths.packed import PackedPath
+from nereid_backend.paths.step_batch import BatchBuilder
+from nereid_backend.step_runner import Runner
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
+from loadtest.bench.random_prompts import random_prompt
+from loadtest.bench.timing import CallTimer
+from loadtest.command_line import Option
 
-PARTS = ("linear layers", "attention", "rest of the model", "sampling", "batch", "plan and commit")
+# The first steps run with cold caches.
+_NUM_COLD_STEPS = 4
+
+_OPTIONS = {
+    "--shape": Option("0.1b", "shape of the model", sorted(SHAPES)),
+    "--dtype": Option("bfloat16", "dtype of the model", ["float32", "bfloat16"]),
+    "--weight-dtype": Option("auto", "weight_dtype of the engine, for example int4"),
+    "--batches": Option([1, 16], "batch sizes"),
+    "--context": Option(512, "tokens of each prompt"),
+    "--steps": Option(100, "steps to measure for each batch size"),
+    "--threads": Option(2, "number of threads"),
+}
 
 
-class Parts:
-    """The milliseconds of each part of an engine's steps.
+class StepParts(NamedTuple):
+    """The milliseconds of one step and of its parts, in the order of the table's columns."""
 
-    Attributes:
-        steps: for each step since the list was last cleared, the milliseconds of each of PARTS.
-    """
+    step: float
+    linear_layers: float
+    attention: float
+    rest_of_the_model: float
+    sampling: float
+    batch: float
+    plan_and_commit: float
+
+
+class StepProfiler:
+    """Measures the parts of an engine's steps."""
 
     def __init__(self, engine: Engine) -> None:
         """Start to measure the steps of `engine`."""
-        runner: Any = engine._parts.runner
-        path = runner._path
-        self._cache = path._cache
-        self._cache.kernel_times = KernelTimes()
-        self._seconds: dict[str, float] = {}
-        self.steps: list[list[float]] = []
-        self._wrap(path._builder, "build")
-        self._wrap(path, "forward")
+        # The engine has no public attribute for its KV cache.
+        path: Any = engine._parts.runner._path
+        self._kernels = KernelTimes()
+        path._cache.kernel_times = self._kernels
+        self._engine = engine
+        self._timer = CallTimer()
+        self._timer.measure(engine, "step", "step")
+        self._timer.measure(BatchBuilder, "build", "build")
+        self._timer.measure(PackedPath, "forward", "forward")
         for name in ("start", "sample", "finish"):
-            self._wrap(runner, name, "run")
-        self._step = self._timed(engine.step, "step")
+            self._timer.measure(Runner, name, "run")
 
-    def step(self) -> Any:  # noqa: ANN401 - as the engine's
-        """Run one step of the engine, store its times in `steps`, and return its updates."""
-        spent, self._seconds = self._cache.kernel_times, {}
-        spent.linear_ns = spent.attention_ns = 0
-        updates = self._step()
-        found = {name: seconds * 1e3 for name, seconds in self._seconds.items()}
-        kernels = [spent.linear_ns / 1e6, spent.attention_ns / 1e6]
-        forward, build, run = (found.get(name, 0.0) for name in ("forward", "build", "run"))
-        self.steps.append(
-            [*kernels, forward - build - sum(kernels), run - forward, build, found["step"] - run]
+    def step(self) -> tuple[int, StepParts]:
+        """Run one step of the engine. Return its number of answered requests, and its times."""
+        self._timer.seconds.clear()
+        self._kernels.linear_ns = self._kernels.attention_ns = 0
+        updates = self._engine.step()
+        linear, attention = self._kernels.linear_ns / 1e6, self._kernels.attention_ns / 1e6
+        step, run, forward, build = (
+            self._timer.seconds[name] * 1e3 for name in ("step", "run", "forward", "build")
         )
-        return updates
-
-    def _wrap(self, owner: object, name: str, part: str | None = None) -> None:
-        setattr(owner, name, self._timed(getattr(owner, name), part or name))
-
-    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: object, **kwargs: object) -> object:
-            started = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
-
-        return timed
+        # The forward pass contains the building of the batch, and the run contains both.
+        rest_of_the_model = forward - build - linear - attention
+        parts = StepParts(
+            step=step,
+            linear_layers=linear,
+            attention=attention,
+            rest_of_the_model=rest_of_the_model,
+            sampling=run - forward,
+            batch=build,
+            plan_and_commit=step - run,
+        )
+        return len(updates), parts
 
 
 def main() -> None:
     """Measure all batch sizes, and print a table."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    dtypes = ["float32", "bfloat16"]
-    add("--shape", default="0.1b", choices=sorted(SHAPES), help="shape of the model")
-    add("--dtype", default="bfloat16", choices=dtypes, help="dtype of the model")
-    add("--weight-dtype", default="auto", help="weight_dtype of the engine, for example int4")
-    add("--batches", type=int, nargs="+", default=[1, 16], help="batch sizes")
-    add("--context", type=int, default=512, help="tokens of each prompt")
-    add("--steps", type=int, default=100, help="steps to measure for each batch size")
-    add("--threads", type=int, default=2, help="number of threads")
-    args = parser.parse_args()
+    args = command_line.parse(__doc__, _OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), args.shape, args.dtype)
         config = EngineConfig(
@@ -97,28 +106,37 @@ def main() -> None:
             num_speculative_tokens=0,
         )
         engine = Engine(config, progress=print)
-        parts = Parts(engine)
-        rows = [[str(batch), *medians(engine, parts, batch, args)] for batch in args.batches]
+        profiler = StepProfiler(engine)
+        rows = []
+        for batch_size in args.batches:
+            add_requests(engine, batch_size, args)
+            medians = median_parts(engine, profiler, batch_size)
+            rows.append([str(batch_size), *(f"{median:.2f}" for median in medians)])
         engine.close()
     print("\nThe table shows the median milliseconds of a decode step and of its parts.\n")
-    print(table(["sequences", "step", *PARTS], rows))
+    print(table(["sequences", *(name.replace("_", " ") for name in StepParts._fields)], rows))
 
 
-def medians(engine: Engine, parts: Parts, batch: int, args: argparse.Namespace) -> list[str]:
-    """Return the median milliseconds of a whole decode step and of each of PARTS, as text."""
+def add_requests(engine: Engine, count: int, args: argparse.Namespace) -> None:
+    """Add requests with random prompts to the engine."""
     rng = random.Random(0)
-    params = SamplingParams(temperature=0.0, max_tokens=args.steps + 8, ignore_eos=True)
-    for number in range(batch):
-        prompt = [rng.randrange(3, engine.info.vocab_size) for _ in range(args.context)]
+    max_tokens = args.steps + 2 * _NUM_COLD_STEPS
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    for number in range(count):
+        prompt = random_prompt(rng, engine.info.vocab_size, args.context)
         engine.add_request(str(number), prompt, params)
+
+
+def median_parts(engine: Engine, profiler: StepProfiler, batch_size: int) -> StepParts:
+    """Answer all requests, and return the median of each part of the decode steps."""
+    decode_steps = []
     while engine.has_work():
-        if len(parts.step()) < batch:
-            # This step still processed prompts, so it is not a pure decode step.
-            parts.steps.pop()
-    # The first steps are left out, because they may contain prompts or run with cold caches.
-    steps = [[sum(step), *step] for step in parts.steps[4:]]
-    parts.steps.clear()
-    return [f"{statistics.median(column):.2f}" for column in zip(*steps, strict=True)]
+        num_answered, parts = profiler.step()
+        # A step with fewer answers still processed prompts.
+        if num_answered == batch_size:
+            decode_steps.append(parts)
+    columns = zip(*decode_steps[_NUM_COLD_STEPS:], strict=True)
+    return StepParts(*map(statistics.median, columns))
 
 
 if __name__ == "__main__":

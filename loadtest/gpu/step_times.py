@@ -14,17 +14,11 @@ from loadtest.bench.timing import CallTimer
 
 
 class StepTime(NamedTuple):
-    """The seconds of one step.
-
-    Attributes:
-        step_s: the seconds of the whole step.
-        forward_s: the seconds in which the host launched the forward pass.
-        wait_s: the seconds in which the host waited for the device.
-    """
+    """The seconds of one step, and the seconds that two of its parts took on the host."""
 
     step_s: float
-    forward_s: float
-    wait_s: float
+    forward_s: float  # launching the forward pass
+    wait_s: float  # waiting for the device
 
 
 class StepTimes:

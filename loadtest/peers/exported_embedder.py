@@ -25,18 +25,11 @@ Forward = Callable[[Inputs], np.ndarray]
 
 @dataclass(frozen=True)
 class Job:
-    """The work of this program.
+    """The work of this program."""
 
-    Attributes:
-        kind: the library and the dtype, such as "OpenVINO int8", or "onnxruntime".
-        checkpoint: the folder of the model.
-        texts: a JSON file with a list of texts.
-        threads: the number of threads.
-    """
-
-    kind: str
-    checkpoint: str
-    texts: str
+    kind: str  # the library and the dtype, such as "OpenVINO int8", or "onnxruntime"
+    checkpoint: str  # the folder of the model
+    texts: str  # a JSON file with a list of texts
     threads: int
 
 
@@ -58,14 +51,9 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         for inputs in batches(size=int(line)):
-            mean_pooled(forward(inputs), inputs["attention_mask"])
+            mask = inputs["attention_mask"][..., None]
+            (forward(inputs) * mask).sum(1) / mask.sum(1)  # the mean of the tokens of each text
         print("done", flush=True)
-
-
-def mean_pooled(hidden_states: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the mean hidden state of each text's tokens, without padding."""
-    weights = mask[..., None]
-    return (hidden_states * weights).sum(1) / weights.sum(1)
 
 
 class Encoder(torch.nn.Module):

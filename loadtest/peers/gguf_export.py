@@ -1,9 +1,9 @@
 """Conversion of a Qwen3 checkpoint to GGUF, with or without quantization, for llama.cpp.
 
-    python -m loadtest.peers.gguf_export CHECKPOINT FILE bfloat16
-    python -m loadtest.peers.gguf_export CHECKPOINT FILE bfloat16 Q4_K_M
+    python -m loadtest.peers.gguf_export CHECKPOINT FILE
+    python -m loadtest.peers.gguf_export CHECKPOINT FILE Q4_K_M
 
-The names of tensors and metadata come from the package `gguf`, which belongs to llama.cpp.
+The package `gguf`, which belongs to llama.cpp, contains the names of tensors and metadata.
 llama.cpp itself quantizes the weights.
 """
 
@@ -11,46 +11,42 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import llama_cpp
-import numpy as np
+from gguf.utility import SafetensorsLocal
 
-# A safetensors file begins with this number of bytes. They contain the length of the JSON header as
-# a little-endian uint64.
-_HEADER_LENGTH_BYTES = 8
-_ARCHITECTURE = "qwen3"
+_TYPES = {"F32": gguf.GGMLQuantizationType.F32, "BF16": gguf.GGMLQuantizationType.BF16}
 
 
-def export(checkpoint: Path, file: Path, dtype: str) -> None:
+def export(checkpoint: Path, file: Path) -> None:
     """Write a checkpoint with one safetensors file as a GGUF file.
+
+    The matrices keep their dtype. Vectors are float32, as llama.cpp requires.
 
     Args:
         checkpoint: the folder with config.json and model.safetensors.
         file: the path of the GGUF file.
-        dtype: the dtype of the matrices, "float32" or "bfloat16". Vectors are float32, as llama.cpp
-            requires.
 
     Raises:
-        ValueError: a tensor has no counterpart in llama.cpp, or has another dtype than float32 and
-            bfloat16.
+        ValueError: a tensor has no counterpart in llama.cpp.
+        KeyError: a tensor has another dtype than float32 and bfloat16.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, _ARCHITECTURE)
+    writer = gguf.GGUFWriter(file, "qwen3")
     add_metadata(writer, config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
-    for name, tensor in read_safetensors(checkpoint / "model.safetensors"):
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if target is None:
-            raise ValueError(f"llama.cpp's {_ARCHITECTURE} has no tensor for the weight {name}")
-        if tensor.ndim > 1 and dtype == "bfloat16":
-            words = to_bfloat16(tensor).view(np.uint8)
-            writer.add_tensor(target, words, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    for name, tensor in SafetensorsLocal(checkpoint / "model.safetensors").tensors.items():
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
+            raise ValueError(f"llama.cpp's qwen3 has no tensor for the weight {name}")
+        kind, values = _TYPES[tensor.dtype], tensor.mmap_bytes()
+        if len(tensor.shape) > 1:
+            writer.add_tensor(gguf_name, values.reshape(tensor.shape[0], -1), raw_dtype=kind)
         else:
-            writer.add_tensor(target, tensor)
+            writer.add_tensor(gguf_name, gguf.dequantize(values, kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -73,50 +69,6 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_tokenizer_model("none")
 
 
-def read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the names and values of all tensors in a file, converted to float32.
-
-    numpy has no bfloat16, so the library safetensors cannot read such tensors without torch.
-
-    Raises:
-        ValueError: a tensor has another dtype than float32 and bfloat16.
-    """
-    content = path.read_bytes()
-    header_end = _HEADER_LENGTH_BYTES + int.from_bytes(content[:_HEADER_LENGTH_BYTES], "little")
-    header = json.loads(content[_HEADER_LENGTH_BYTES:header_end])
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        raw = content[header_end + start : header_end + end]
-        if entry["dtype"] == "BF16":
-            values = from_bfloat16(np.frombuffer(raw, np.uint16))
-        elif entry["dtype"] == "F32":
-            values = np.frombuffer(raw, np.float32)
-        else:
-            raise ValueError(
-                f"the tensor {name} has the dtype {entry['dtype']}, which cannot be exported; save "
-                "the checkpoint as float32 or bfloat16"
-            )
-        yield name, values.reshape(entry["shape"])
-
-
-def from_bfloat16(words: np.ndarray) -> np.ndarray:
-    """Convert the bit patterns of bfloat16 to float32.
-
-    A bfloat16 number consists of the upper 16 bits of a float32 number.
-    """
-    return (words.astype(np.uint32) << 16).view(np.float32)
-
-
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Convert float32 to the bit patterns of bfloat16, rounded to the nearest even number."""
-    words = np.ascontiguousarray(values).view(np.uint32)
-    is_odd = (words >> 16) & 1
-    # The sum carries into the upper 16 bits if the lower ones are more than half, or if they are
-    # half and the upper ones are odd.
-    return ((words + 0x7FFF + is_odd) >> 16).astype(np.uint16)
-
-
 def quantize(source: Path, target: Path, kind: str) -> None:
     """Write a GGUF file with quantized weights.
 
@@ -137,13 +89,13 @@ def quantize(source: Path, target: Path, kind: str) -> None:
 
 def main() -> None:
     """Export the checkpoint that the command line names."""
-    checkpoint, file, dtype, *kinds = sys.argv[1:]
+    checkpoint, file, *kinds = sys.argv[1:]
     if not kinds:
-        export(Path(checkpoint), Path(file), dtype)
+        export(Path(checkpoint), Path(file))
         return
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "exported.gguf"
-        export(Path(checkpoint), exported, dtype)
+        export(Path(checkpoint), exported)
         quantize(exported, Path(file), kinds[0])
 
 

@@ -14,7 +14,7 @@ Report = dict[str, Any]
 # Seconds that a program may take to end after it has printed its result.
 _ENDING_S = 5
 _POLL_S = 0.1
-_MAX_LOG_LINE_LENGTH = 200
+_MAX_LINE_LENGTH = 200
 
 
 def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> Report:
@@ -33,21 +33,24 @@ def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> 
         process = subprocess.Popen(
             command, stdout=output, stderr=log, env=environment, start_new_session=True
         )
-        exit_code = None
         try:
             report = wait_for_report(process, output.fileno(), limit_s)
             if report is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_ENDING_S)
+                return report
             exit_code = process.poll()
         finally:
-            kill_group(process)
-        if report is not None:
-            return report
+            # The group must be killed before the process is waited for. Afterwards, another process
+            # group could have the same id.
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         reason = (
             f"no result after {limit_s:.0f} s" if exit_code is None else f"exit code {exit_code}"
         )
-        return {"error": f"{reason}; the last line of its log is: {last_line(log.fileno())}"}
+        last_line = (text_of(log.fileno()).strip().splitlines() or ["-"])[-1]
+        return {"error": f"{reason}; the last line of its log is: {last_line[:_MAX_LINE_LENGTH]}"}
 
 
 def wait_for_report(
@@ -68,23 +71,6 @@ def wait_for_report(
         if has_ended or time.monotonic() > end:
             return None
         time.sleep(_POLL_S)
-
-
-def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process group of a program that still runs.
-
-    The group must be killed before the process is waited for. Afterwards, another process group
-    could have the same id.
-    """
-    if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def last_line(file: int) -> str:
-    """Return the last line of a log, shortened to 200 characters, or "-" if the log is empty."""
-    lines = text_of(file).strip().splitlines() or ["-"]
-    return lines[-1][:_MAX_LOG_LINE_LENGTH]
 
 
 def text_of(file: int) -> str:

@@ -26,26 +26,19 @@ _LAST_ROW = -1
 
 
 class Token(NamedTuple):
-    """A token in a batch of llama.cpp.
-
-    Attributes:
-        token_id: the id of the token.
-        position: the position of the token in its sequence.
-        sequence: the number of the sequence.
-        has_logits: whether llama.cpp computes the logits after this token.
-    """
+    """A token in a batch of llama.cpp."""
 
     token_id: int
-    position: int
-    sequence: int
-    has_logits: bool
+    position: int  # in the sequence
+    sequence: int  # the number of the sequence
+    has_logits: bool  # whether llama.cpp computes the logits after this token
 
 
 class LlamaCpp(Peer):
     """A llama.cpp model. Each call creates a context with one sequence for each prompt."""
 
     def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
-        file = gguf_file(Path(path), workload.dtype, settings.get("gguf_type"))
+        file = gguf_file(Path(path), settings.get("gguf_type"))
         lib.llama_backend_init()
         # llama.cpp calls this function during the whole run, so it must not be freed.
         self._ignore_log = lib.llama_log_callback(lambda *_: None)
@@ -132,22 +125,20 @@ def prompt_steps(prompt: Sequence[int], sequence: int) -> Iterator[list[Token]]:
         yield tokens[start : start + _STEP_TOKENS]
 
 
-def gguf_file(checkpoint: Path, dtype: str, gguf_type: str | None) -> Path:
+def gguf_file(checkpoint: Path, gguf_type: str | None) -> Path:
     """Return the GGUF file of a checkpoint, and create the file if it does not exist.
 
     Another process creates the file, because the peak memory of this process is measured.
 
     Args:
         checkpoint: the folder of the checkpoint.
-        dtype: the dtype of the weights, "float32" or "bfloat16".
         gguf_type: the quantization, such as "Q4_0"; None if the weights are not quantized.
     """
     kinds = [gguf_type] if gguf_type else []
-    file = checkpoint / f"model-{'-'.join([dtype, *kinds])}.gguf"
+    file = checkpoint / f"{'-'.join(['model', *kinds])}.gguf"
     if not file.is_file():
-        command = [sys.executable, "-m", "loadtest.peers.gguf_export"]
-        arguments = [str(checkpoint), str(file), dtype, *kinds]
-        subprocess.run([*command, *arguments], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "loadtest.peers.gguf_export", str(checkpoint), str(file)]
+        subprocess.run([*command, *kinds], check=True, stdout=subprocess.DEVNULL)
     return file
 
 

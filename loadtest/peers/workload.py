@@ -27,30 +27,18 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """The work that each engine does.
+    """The work that each engine does."""
 
-    Attributes:
-        dtype: the dtype of the weights.
-        threads: the number of threads.
-        vocab_size: the vocabulary size of the model.
-        prefill: the lengths of the single prompts whose computation is measured.
-        decode: the batch sizes in which the generation of tokens is measured.
-        context: the length of each prompt in the measurements of decode.
-        answer: the number of generated tokens in the measurements of decode.
-        repeat: the number of measurements.
-        has_cpu_clock: whether the CPU time of the process is measured instead of wall time. On a
-            machine with other work, CPU time varies less. With more than one thread, it has no
-            meaning.
-    """
-
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16"]  # of the weights
     threads: int
     vocab_size: int
-    prefill: Sequence[int]
-    decode: Sequence[int]
-    context: int
-    answer: int
-    repeat: int
+    prefill: Sequence[int]  # the lengths of the single prompts whose computation is measured
+    decode: Sequence[int]  # the batch sizes in which the generation of tokens is measured
+    context: int  # the length of each prompt in the measurements of decode
+    answer: int  # the number of generated tokens in the measurements of decode
+    repeat: int  # the number of measurements
+    # With the CPU clock, the CPU time of the process is measured instead of wall time. On a machine
+    # with other work, CPU time varies less. With more than one thread, it has no meaning.
     has_cpu_clock: bool = False
 
     @property

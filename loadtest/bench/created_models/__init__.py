@@ -1,1 +1,0 @@
-"""Models that the benchmarks create from the demo models."""

@@ -1,0 +1,24 @@
+"""The steps of an engine in this process."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from nereid_backend import Engine
+from nereid_backend.core.outputs import RequestUpdate
+
+from loadtest.bench.timing import Clock
+
+
+class TimedStep(NamedTuple):
+    """A step of an engine. `updates` contains the new tokens of the requests."""
+
+    updates: list[RequestUpdate]
+    seconds: float
+
+
+def timed_steps(engine: Engine, clock: Clock) -> Iterator[TimedStep]:
+    """Run steps until all requests have ended, and yield each step."""
+    while engine.has_work():
+        started = clock()
+        updates = engine.step()
+        yield TimedStep(updates, clock() - started)

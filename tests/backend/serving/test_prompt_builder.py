@@ -11,6 +11,13 @@ from nereid_backend.serving.tokenizer.prompt_builder import read_flag
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
+LIMITS = RequestLimits(
+    max_model_len=99,
+    max_prompt_bytes=999,
+    max_request_bytes=999,
+    max_messages=9,
+    max_values=99,
+)
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
 
 
@@ -195,14 +202,7 @@ def test_the_result_of_a_function_becomes_that_of_a_tool_if_the_template_would_o
         {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": 1}'}},
         {"role": "function", "name": "f", "content": "5"},
     ]
-    limits = RequestLimits(
-        max_model_len=99,
-        max_prompt_bytes=999,
-        max_request_bytes=999,
-        max_messages=9,
-        max_values=99,
-    )
-    messages = read_messages({"messages": given}, limits)
+    messages = read_messages({"messages": given}, LIMITS)
     assert renderer_of(template).render(messages) == "x;f(1);result: 5;"
     every_role = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     rendered = renderer_of(every_role).render(messages)
@@ -333,6 +333,21 @@ def test_reasoning_becomes_a_part_of_the_content_if_the_template_renders_only_pa
         chat_with_call("Well.", **{field: "Hm."})
     )
     assert as_json == '"Well."'
+
+
+@pytest.mark.parametrize("thinking", ["Hm.", [{"type": "text", "text": "Hm."}]])
+def test_thinking_in_the_content_is_reasoning_as_in_the_apis_of_anthropic_and_mistral(thinking):
+    parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": "Hi"}]
+    (message,) = read_messages({"messages": [{"role": "assistant", "content": parts}]}, LIMITS)
+    assert message["content"] == "Hi"
+    assert message["reasoning"] == message["reasoning_content"] == "Hm."
+
+
+@pytest.mark.parametrize("part_type", ["input_text", "output_text"])
+def test_text_parts_may_have_the_types_of_the_responses_api(part_type):
+    content = [{"type": part_type, "text": "Hi"}]
+    (message,) = read_messages({"messages": [{"role": "user", "content": content}]}, LIMITS)
+    assert message["content"] == "Hi"
 
 
 def test_ids_of_calls_are_short_if_the_template_refuses_others():

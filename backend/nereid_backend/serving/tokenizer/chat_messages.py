@@ -17,7 +17,9 @@ IMAGE_PLACEHOLDER = {"type": "image"}
 VIDEO_PLACEHOLDER = {"type": "video"}
 AUDIO_PLACEHOLDER = {"type": "audio"}
 _PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
-_TEXT_PART_TYPES = ("text", "refusal")
+# Maps each type of a content part with a text to the name of the field that contains the text. The
+# types input_text and output_text come from the Responses API, and vLLM accepts them in a chat.
+_TEXT_FIELDS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 _EXAMPLE_OF_PART = 'Send parts such as {"type": "text", "text": "..."}.'
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # In OpenAI's API, a message with one of these roles must have content, and the content must not be
@@ -88,6 +90,7 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
     `{"role": "user", "content": "Hi"}`.
     """
     _check_message(message, index)
+    message = _with_thinking_as_reasoning(message, index)
     converted = {**message, "content": _read_content(message.get("content"), index)}
     calls = message.get("tool_calls")
     if not calls and message.get("function_call") is not None:
@@ -101,6 +104,34 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
             )
         converted["tool_calls"] = [_read_tool_call(call, index, limits) for call in calls]
     return converted
+
+
+def _with_thinking_as_reasoning(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Move content parts of the type "thinking" to the reasoning of an assistant's message.
+
+    Clients that switch from the APIs of Anthropic or Mistral send such parts, and vLLM accepts
+    them. Example: the content `[{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text":
+    "Hi"}]` becomes `[{"type": "text", "text": "Hi"}]`, and "Hm" becomes the reasoning.
+    """
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, list):
+        return message
+    others: list[Any] = []
+    reasoning = ""
+    for part in content:
+        if isinstance(part, dict) and part.get("type") == "thinking":
+            # The thinking is a string or, in Mistral's API, a list of text parts.
+            thinking = part.get("thinking") or ""
+            texts = thinking if isinstance(thinking, list) else [thinking]
+            reasoning += "".join(_read_text_part(text, index) for text in texts)
+        else:
+            others.append(part)
+    if not reasoning:
+        return {**message, "content": others}
+    # Some chat templates read the field `reasoning`, others read `reasoning_content`. Fields that
+    # the message already has take precedence.
+    fields = {"reasoning": reasoning, "reasoning_content": reasoning}
+    return {**fields, **message, "content": others}
 
 
 def _check_message(message: Any, index: int) -> None:  # noqa: ANN401 - JSON
@@ -151,9 +182,8 @@ def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # no
 def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON value
     """Return the text of one content part of the message at position `index`.
 
-    A part contains its text in the field that has the name of the part's type. Examples:
-    `{"type": "text", "text": "Hi"}` returns "Hi", and `{"type": "refusal", "refusal": "No."}`
-    returns "No." A part can also be a string, as in vLLM's API.
+    Examples: `{"type": "text", "text": "Hi"}` returns "Hi", and `{"type": "refusal", "refusal":
+    "No."}` returns "No." A part can also be a string, as in vLLM's API.
     """
     if isinstance(part, str):
         return part
@@ -162,11 +192,17 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
             f"messages: item {index} has the content part {shown(part)}, which is not an object. "
             f"{_EXAMPLE_OF_PART}"
         )
-    part_type = part.get("type")
-    text = part.get(part_type) if part_type in _TEXT_PART_TYPES else None
+    field = _text_field(part)
+    text = None if field is None else part.get(field)
     if not isinstance(text, str):
         raise _no_text_error(part, index)
     return text
+
+
+def _text_field(part: dict[str, Any]) -> str | None:
+    """Return the name of the field that contains the text of a part. None if there is no text."""
+    part_type = part.get("type")
+    return _TEXT_FIELDS.get(part_type) if isinstance(part_type, str) else None
 
 
 def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
@@ -181,10 +217,11 @@ def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
             f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
         )
     part_type = part.get("type")
-    if part_type in _TEXT_PART_TYPES:
+    field = _text_field(part)
+    if field is not None:
         return RequestError(
             f"messages: item {index} has a content part of type {shown(part_type)} whose field "
-            f"{part_type} must be a string, but the request has {shown(part.get(part_type))}."
+            f"{field} must be a string, but the request has {shown(part.get(field))}."
         )
     kind = "without the field type" if part_type is None else f"of type {shown(part_type)}"
     return RequestError(

@@ -1,7 +1,10 @@
 """The command lines of the programs in this package."""
 
 import argparse
+import signal
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -52,3 +55,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit, so that the `with` blocks of servers stop their servers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def print_report(text: str, path: Path | None) -> None:
+    """Print a report. Also write the report to a file if `path` is given."""
+    print(text, flush=True)
+    if path is not None:
+        path.write_text(text + "\n")

@@ -54,6 +54,11 @@ class Ask:
             body = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
         return f"{self.endpoint} {self.path} {json.dumps(body, sort_keys=True)}"
 
+    def with_fields(self, fields: Json) -> "Ask":
+        """Return a copy of this request with further fields in its JSON body."""
+        assert isinstance(self.body, dict)
+        return replace(self, body=self.body | fields)
+
     def cancelled(self, after_s: float) -> "Ask":
         """Return a copy of this request that the client cancels after `after_s` seconds."""
         return replace(self, cancel_after_s=after_s)

@@ -1,4 +1,4 @@
-"""Start `nereid serve` with damaged checkpoints. The program engine_faults.py uses this module."""
+"""Start `nereid serve` with damaged checkpoints, for engine_faults.py."""
 
 import json
 import shutil
@@ -7,147 +7,165 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from loadtest.bench.markdown_table import short, table
-from loadtest.server.served import Served
+from loadtest.bench.markdown_table import short
+from loadtest.faults.fault_rows import Section
+from loadtest.server.served import Served, error_message
 
 WEIGHTS = "model.safetensors"
 _DEMO = Path(__file__).resolve().parents[2] / "demo"
+_REFUSED_EXIT_CODE = 2
+_HEADER_SIZE = struct.Struct("<Q")  # a safetensors file begins with the size of its header
 
 
-def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+def split_file(data: bytes) -> tuple[dict[str, Any], bytes]:
     """Split a safetensors file into its header and the bytes of its tensors."""
-    (size,) = struct.unpack_from("<Q", data)
-    return json.loads(data[8 : 8 + size]), data[8 + size :]
+    (size,) = _HEADER_SIZE.unpack_from(data)
+    tensors_start = _HEADER_SIZE.size + size
+    return json.loads(data[_HEADER_SIZE.size : tensors_start]), data[tensors_start:]
 
 
-def joined(header: Any, tensors: bytes) -> bytes:  # noqa: ANN401 - may be no proper header
-    """Return a safetensors file with the given header and the bytes of the tensors."""
+def join_file(header: Any, tensors: bytes) -> bytes:  # noqa: ANN401 - may be no proper header
+    """Return a safetensors file. `header` is bytes, or a value that is written as JSON."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + tensors
+    return _HEADER_SIZE.pack(len(text)) + text + tensors
 
 
-def _first(header: dict[str, Any]) -> str:
-    return next(name for name, about in header.items() if len(about.get("shape", ())) == 2)
+def _first_matrix(header: dict[str, Any]) -> str:
+    """Return the name of the first tensor with two dimensions."""
+    return next(name for name, entry in header.items() if len(entry.get("shape", ())) == 2)
 
 
-def _cut(data: bytes) -> bytes:
+def _first_half(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-def _absurd_length(data: bytes) -> bytes:
-    return b"\xff" * 8 + data[8:]
+def _with_absurd_length(data: bytes) -> bytes:
+    return _HEADER_SIZE.pack(2**64 - 1) + data[_HEADER_SIZE.size :]
 
 
-def _no_json(data: bytes) -> bytes:
-    _, tensors = parts(data)
-    return joined(b"{this is not JSON", tensors)
+def _without_json(data: bytes) -> bytes:
+    _, tensors = split_file(data)
+    return join_file(b"{this is not JSON", tensors)
 
 
 def _without_a_tensor(data: bytes) -> bytes:
-    header, tensors = parts(data)
-    name = _first(header)
-    begin, end = header.pop(name)["data_offsets"]
-    for about in header.values():
-        if "data_offsets" in about and about["data_offsets"][0] >= end:
-            about["data_offsets"] = [at - (end - begin) for at in about["data_offsets"]]
-    return joined(header, tensors[:begin] + tensors[end:])
+    """Remove one tensor from the header and its bytes from the data of a safetensors file."""
+    header, tensors = split_file(data)
+    begin, end = header.pop(_first_matrix(header))["data_offsets"]
+    for entry in header.values():
+        offsets = entry.get("data_offsets")  # the entry __metadata__ has no offsets
+        if offsets and offsets[0] >= end:
+            entry["data_offsets"] = [offset - (end - begin) for offset in offsets]
+    return join_file(header, tensors[:begin] + tensors[end:])
 
 
-def _another_shape(data: bytes) -> bytes:
-    header, tensors = parts(data)
-    about = header[_first(header)]
-    rows, columns = about["shape"]
-    about["shape"] = [rows * 2, columns // 2]
-    return joined(header, tensors)
+def _with_another_shape(data: bytes) -> bytes:
+    header, tensors = split_file(data)
+    matrix = header[_first_matrix(header)]
+    rows, columns = matrix["shape"]
+    matrix["shape"] = [rows * 2, columns // 2]
+    return join_file(header, tensors)
 
 
-def _another_type(data: bytes) -> bytes:
-    header, tensors = parts(data)
-    about = header[_first(header)]
-    about["dtype"] = "F64"  # the file has too few bytes for this dtype
-    return joined(header, tensors)
+def _with_another_type(data: bytes) -> bytes:
+    header, tensors = split_file(data)
+    matrix = header[_first_matrix(header)]
+    matrix["dtype"] = "F64"  # the file has too few bytes for this dtype
+    return join_file(header, tensors)
 
 
 def _rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
+    """Return a function that changes the content of the file `name` in a folder."""
+
+    def damage(folder: Path) -> None:
         path = folder / name
         path.write_bytes(change(path.read_bytes()))
 
-    return apply
+    return damage
 
 
-def _set(name: str, **values: Any) -> Callable[[Path], None]:  # noqa: ANN401 - JSON
-    def apply(folder: Path) -> None:
-        path = folder / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+def _set_config(**values: Any) -> Callable[[Path], None]:  # noqa: ANN401 - JSON
+    """Return a function that sets entries of config.json in a folder."""
 
-    return apply
+    def change(content: bytes) -> bytes:
+        return json.dumps(json.loads(content) | values).encode()
+
+    return _rewrite("config.json", change)
 
 
 BREAKS: dict[str, Callable[[Path], None]] = {
-    "weights: half of the file": _rewrite(WEIGHTS, _cut),
+    "weights: half of the file": _rewrite(WEIGHTS, _first_half),
     "weights: an empty file": _rewrite(WEIGHTS, lambda _: b""),
-    "weights: header of 2^64 - 1 bytes": _rewrite(WEIGHTS, _absurd_length),
-    "weights: header is no JSON": _rewrite(WEIGHTS, _no_json),
+    "weights: header of 2^64 - 1 bytes": _rewrite(WEIGHTS, _with_absurd_length),
+    "weights: header is no JSON": _rewrite(WEIGHTS, _without_json),
     "weights: a tensor is missing": _rewrite(WEIGHTS, _without_a_tensor),
-    "weights: a tensor of another shape": _rewrite(WEIGHTS, _another_shape),
-    "weights: a tensor of another type": _rewrite(WEIGHTS, _another_type),
-    "config.json: cut": _rewrite("config.json", _cut),
+    "weights: a tensor of another shape": _rewrite(WEIGHTS, _with_another_shape),
+    "weights: a tensor of another type": _rewrite(WEIGHTS, _with_another_type),
+    "config.json: cut": _rewrite("config.json", _first_half),
     "config.json: a list": _rewrite("config.json", lambda _: b"[]"),
-    "config.json: model_type unknown": _set("config.json", model_type="no_such_model"),
-    "config.json: another hidden size": _set("config.json", hidden_size=136),
-    "tokenizer.json: cut": _rewrite("tokenizer.json", _cut),
+    "config.json: model_type unknown": _set_config(model_type="no_such_model"),
+    "config.json: another hidden size": _set_config(hidden_size=136),
+    "tokenizer.json: cut": _rewrite("tokenizer.json", _first_half),
     "tokenizer.json: an empty object": _rewrite("tokenizer.json", lambda _: b"{}"),
 }
 """For each kind of damage, a function that damages the checkpoint in a folder."""
 
 
-def make(whole: Path, folder: Path, what: str) -> Path:
-    """Copy a checkpoint to `folder`, and damage the copy. `what` is a key of BREAKS."""
+def make(whole: Path, folder: Path, damage: str) -> Path:
+    """Copy a checkpoint to `folder`, and damage the copy. `damage` is a key of BREAKS."""
     shutil.copytree(whole, folder)
-    BREAKS[what](folder)
+    BREAKS[damage](folder)
     return folder
 
 
-def load(model: Path, *, is_pooler: bool = False) -> tuple[int, float, str]:
-    """Start `nereid serve` with a damaged checkpoint.
+class Start(NamedTuple):
+    """The result of starting `nereid serve`.
 
-    Returns:
-        The exit code, the seconds until the end, and the error message. The exit code is 0 if the
-        server became ready.
+    Attributes:
+        exit_code: the exit code; 0 if the server became ready.
+        seconds: the seconds until the end of the program, or until the server was ready.
+        message: the error message.
     """
-    arguments = ["--log-level=warning"]
-    arguments += [f"--embedding-model={model}"] if is_pooler else ["--embedding-model=none"]
-    environment = {"NEREID_RERANK_MODEL": "none"}
-    served = Served(None if is_pooler else model, environment, arguments)
+
+    exit_code: int
+    seconds: float
+    message: str
+
+
+def start(model: Path, *, is_pooler: bool = False) -> Start:
+    """Start `nereid serve` with one language model, or with one embedding model (`is_pooler`)."""
+    arguments = ["--log-level=warning", "--rerank-model=none"]
+    arguments += [f"--embedding-model={model if is_pooler else 'none'}"]
+    served = Served(None if is_pooler else model, arguments=arguments)
     started = time.monotonic()
     try:
         with served:
-            return 0, time.monotonic() - started, "the server became ready"
+            return Start(0, time.monotonic() - started, "the server became ready")
     except RuntimeError as error:
-        took_s = time.monotonic() - started
-        said = [line for line in str(error).splitlines() if line.startswith("nereid serve: ")]
+        seconds = time.monotonic() - started
         assert served.process is not None
-        return served.process.returncode, took_s, (said or ["nereid serve: -"])[0][14:]
+        return Start(served.process.returncode, seconds, error_message(str(error)) or "-")
 
 
-def run_checkpoints(only: str) -> tuple[str, bool]:
-    """Return the table of damaged checkpoints, and whether an exit code differed from 2."""
+def run_checkpoints(only: str) -> Section:
+    """Start a server with each damaged checkpoint whose title contains `only`.
+
+    The section is broken if a server did not refuse its checkpoint.
+    """
+    # The language model gets each kind of damage, the embedding model only every fourth.
+    cases = [(f"language model: {damage}", "chat", damage) for damage in BREAKS]
+    cases += [(f"embedding model: {damage}", "embed", damage) for damage in list(BREAKS)[::4]]
     rows, is_broken = [], False
-    kinds = [("chat", name) for name in BREAKS]
-    kinds += [("embed", name) for name in list(BREAKS)[::4]]
-    for demo, name in kinds:
-        title = f"{'embedding model' if demo == 'embed' else 'language model'}: {name}"
+    for title, demo, damage in cases:
         if only not in title:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            model = make(_DEMO / demo, Path(folder) / "model", name)
-            code, took_s, said = load(model, is_pooler=demo == "embed")
-            said = said.replace(str(model), "MODEL")
-        rows.append([title, str(code), f"{took_s:.1f} s", short(said)])
-        is_broken |= code != 2
+            model = make(_DEMO / demo, Path(folder) / "model", damage)
+            result = start(model, is_pooler=demo == "embed")
+        message = short(result.message.replace(str(model), "MODEL"))
+        rows.append([title, str(result.exit_code), f"{result.seconds:.1f} s", message])
+        is_broken |= result.exit_code != _REFUSED_EXIT_CODE
         print(" | ".join(rows[-1]), flush=True)
-    head = ["Damage", "Exit code", "Time", "Error message"]
-    return table(head, rows) if rows else "", is_broken
+    return Section.of(("Damage", "Exit code", "Time", "Error message"), rows, is_broken)

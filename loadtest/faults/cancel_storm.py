@@ -30,7 +30,6 @@ import argparse
 import asyncio
 import collections
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -40,10 +39,11 @@ from pathlib import Path
 
 from loadtest import command_line
 from loadtest.client.ask import Ask
-from loadtest.client.traffic import Asker, Outcome
+from loadtest.client.traffic import Outcome
 from loadtest.faults import cancel_storm_requests
 from loadtest.faults.cancel_storm_requests import Load, endpoint_of
-from loadtest.faults.leftovers import Rests
+from loadtest.faults.fault_rows import Section, make_asker
+from loadtest.faults.leftovers import IdleChecks, stop
 from loadtest.faults.server_watch import Watch
 from loadtest.faults.traffic_report import (
     count_table,
@@ -51,15 +51,16 @@ from loadtest.faults.traffic_report import (
     outcomes,
     process_table,
     server_side,
+    verdict,
 )
-from loadtest.server import processes
 from loadtest.server.served import ALONE, Served
 
-_SHARE_GIVEN_UP = 0.5
+_CANCELLED_SHARE = 0.5
+_CANCELLED_BY_EVENTS_SHARE = 0.3  # of the cancelled streams
 _FIRST_GUESS_S = 0.3
-_REMEMBERED = 0.9
-_CHECKED_ENDS = ("wrong", "hung")
-_HEALING_LIMIT_S = 60.0
+_SMOOTHING = 0.9
+_RECOVERY_LIMIT_S = 60.0
+_PAUSE_AFTER_ERROR_S = 0.2
 
 
 class Storm:
@@ -68,7 +69,7 @@ class Storm:
     Attributes:
         counts: the number of requests for each endpoint, kind of request and outcome.
         broken: descriptions of failed checks.
-        rests: the checks of the idle server.
+        checks: the checks of the idle server.
     """
 
     def __init__(
@@ -79,51 +80,45 @@ class Storm:
         watch: Watch,
         tell: Callable[[str], None] = print,
     ) -> None:
-        self._served = served
         self._load = load
         self._rng = rng
         self._watch = watch
         self._tell = tell
-        url = f"http://127.0.0.1:{served.openai_port}"
-        self._asker = Asker(url, served.http_url, served.grpc_url)
+        self._asker = make_asker(served)
         self._asks = [ask for group in load.groups for ask in group]
         self._expected = dict(load.known)
         self._typical_s: dict[str, float] = {}
-        self._left = 0
-        self._suspects: list[Outcome] = []
-        self.counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        self._num_left = 0
+        self._failed: list[Outcome] = []
+        self.counts: collections.Counter[tuple[str, ...]] = collections.Counter()
         self.broken: list[str] = []
-        self.rests = Rests(served, self._asker)
+        self.checks = IdleChecks(served, self._asker)
 
-    async def run(self, num_requests: int, rest_every: int) -> None:
-        """Send requests, and check the idle server after every `rest_every` requests."""
+    async def run(self, num_requests: int, check_every: int) -> None:
+        """Send requests, and check the idle server after every `check_every` requests."""
         try:
             await self._ask_alone("at the start")
-            self.broken += await self.rests.check("at the start")
+            self.broken += await self.checks.check("at the start")
             started = time.monotonic()
-            done = 0
-            while done < num_requests:
-                part = min(rest_every, num_requests - done)
-                await self._part(part)
-                done += part
-                await self._healed()
-                self.broken += await self.rests.check(f"after {done} requests")
-                self._judge()
-                rate = done / (time.monotonic() - started)
-                self._tell(f"{time.strftime('%H:%M:%S')} {self._line(done, rate)}")
+            num_done = 0
+            while num_done < num_requests:
+                self._num_left = min(check_every, num_requests - num_done)
+                num_done += self._num_left
+                await asyncio.gather(*(self._user() for _ in range(self._load.num_users)))
+                await self._wait_for_restart()
+                self.broken += await self.checks.check(f"after {num_done} requests")
+                self._check_failures()
+                rate = num_done / (time.monotonic() - started)
+                self._tell(f"{time.strftime('%H:%M:%S')} {self._progress(num_done, rate)}")
             await self._ask_alone("at the end")
         finally:
             await self._asker.close()
 
-    async def _part(self, num_requests: int) -> None:
-        self._left = num_requests
-        users = (self._user() for _ in range(self._load.num_users))
-        await asyncio.gather(*users)
-
     async def _user(self) -> None:
+        """Send random requests until all users together have sent the requests of this part."""
         rng = random.Random(self._rng.random())
-        while self._left > 0:
-            self._left -= 1
+        while self._num_left > 0:
+            self._num_left -= 1
             ask = rng.choice(self._asks)
             expected = self._expected[ask.key]
             if ask.kind == cancel_storm_requests.LONG:
@@ -131,73 +126,79 @@ class Storm:
             outcome = await self._asker.ask(self._perhaps_cancelled(rng, ask), expected)
             self._take(outcome)
             if outcome.kind in ("refused", "lost", "failed"):
-                await asyncio.sleep(0.2)  # as a well-behaved client does after an error
+                # A well-behaved client does not send the next request at once after an error.
+                await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
 
     def _perhaps_cancelled(self, rng: random.Random, ask: Ask) -> Ask:
         """Return a request, or a copy of the request that the client cancels at a random moment."""
-        if rng.random() >= _SHARE_GIVEN_UP:
+        if rng.random() >= _CANCELLED_SHARE:
             return ask
-        if ask.is_stream and rng.random() < 0.3:
+        if ask.is_stream and rng.random() < _CANCELLED_BY_EVENTS_SHARE:
             return replace(ask, cancel_after_events=1 + int(rng.expovariate(0.3)))
         typical_s = self._typical_s.get(ask.kind, _FIRST_GUESS_S)
         return ask.cancelled(0.001 + rng.random() * typical_s)
 
     def _take(self, outcome: Outcome) -> None:
-        ask, kind = outcome.ask, outcome.kind
-        if kind == "cancelled":
+        """Count a request. An outcome that is never allowed is a failed check."""
+        ask, label = outcome.ask, str(outcome.kind)
+        if outcome.kind == "cancelled":
             label = "given up half-way" if outcome.reply.times else "given up"
-        else:
-            label = kind
         self.counts[endpoint_of(ask), ask.kind, label] += 1
-        if kind == "ok":
-            took_s = outcome.reply.ended - outcome.reply.started
-            before_s = self._typical_s.get(ask.kind, took_s)
-            self._typical_s[ask.kind] = _REMEMBERED * before_s + (1 - _REMEMBERED) * took_s
-        elif kind in _CHECKED_ENDS:
+        if outcome.kind == "ok":
+            self._update_typical_time(ask.kind, outcome.reply.ended - outcome.reply.started)
+        elif outcome.kind in ("wrong", "hung"):
             self.broken.append(_description(outcome))
-        elif kind != "cancelled":
-            self._suspects.append(outcome)
+        elif outcome.kind != "cancelled":
+            self._failed.append(outcome)
 
-    async def _healed(self) -> None:
+    def _update_typical_time(self, kind: str, seconds: float) -> None:
+        """Update the smoothed time of complete answers to one kind of request."""
+        before_s = self._typical_s.get(kind, seconds)
+        self._typical_s[kind] = _SMOOTHING * before_s + (1 - _SMOOTHING) * seconds
+
+    async def _wait_for_restart(self) -> None:
         """Wait until a crashed server has been restarted."""
-        deadline = time.monotonic() + _HEALING_LIMIT_S
+        deadline = time.monotonic() + _RECOVERY_LIMIT_S
         await asyncio.to_thread(self._watch.look)
-        while any(outage.ended == float("inf") for outage in self._watch.outages):
+        while not all(outage.is_over for outage in self._watch.outages):
             if time.monotonic() > deadline:
-                self.broken.append(f"the server did not recover within {_HEALING_LIMIT_S:g} s")
+                self.broken.append(f"the server did not recover within {_RECOVERY_LIMIT_S:g} s")
                 return
             await asyncio.sleep(0.5)
             await asyncio.to_thread(self._watch.look)
 
-    def _judge(self) -> None:
+    def _check_failures(self) -> None:
         """Add a failed check for each failed request that no outage explains."""
-        for outcome in self._suspects:
-            span = (outcome.reply.started, outcome.reply.ended)
-            if not any(outage.explains(*span) for outage in self._watch.outages):
+        for outcome in self._failed:
+            began, ended = outcome.reply.started, outcome.reply.ended
+            if not any(outage.explains(began, ended) for outage in self._watch.outages):
                 self.broken.append(_description(outcome))
-        self._suspects = []
+        self._failed = []
 
     async def _ask_alone(self, when: str) -> None:
         """Send every request once, one after another, and check the answers."""
         for group in self._load.groups:
-            for ask in group:
-                outcome = await self._asker.ask(ask)
-                request = f"{when}: {endpoint_of(ask)}, {ask.kind}"
-                if outcome.kind != "ok":
-                    self.broken.append(f"{request}: {outcome.kind}: {outcome.detail}")
-                answer = outcome.reply.answer
-                expected = self._expected.setdefault(ask.key, answer)
-                if answer != expected:
-                    self.broken.append(f"{request}: expected the answer {expected}, got {answer}")
-            answers = {self._expected[ask.key] for ask in group}
+            answers = {await self._answer_alone(ask, when) for ask in group}
             if len(answers) > 1:
                 self.broken.append(
                     f"{when}: {group[0].kind}: the answers of the endpoints differ: {answers}"
                 )
 
-    def _line(self, done: int, rate: float) -> str:
+    async def _answer_alone(self, ask: Ask, when: str) -> str:
+        """Send a request, and compare the answer with an earlier one. Return the earlier answer."""
+        outcome = await self._asker.ask(ask)
+        request = f"{when}: {endpoint_of(ask)}, {ask.kind}"
+        if outcome.kind != "ok":
+            self.broken.append(f"{request}: {outcome.kind}: {outcome.detail}")
+        answer = outcome.reply.answer
+        expected = self._expected.setdefault(ask.key, answer)
+        if answer != expected:
+            self.broken.append(f"{request}: expected the answer {expected}, got {answer}")
+        return expected
+
+    def _progress(self, num_done: int, rate: float) -> str:
         return (
-            f"{done} requests ({rate:.0f}/s): {outcomes(self.counts)}; "
+            f"{num_done} requests ({rate:.0f}/s): {outcomes(self.counts)}; "
             f"{len(self._watch.outages)} crashes; {len(self.broken)} failed checks"
         )
 
@@ -208,26 +209,27 @@ def _description(outcome: Outcome) -> str:
 
 
 def states(watch: Watch) -> str:
-    """Return a sentence with the number of requests that were cancelled in each state."""
-    arrived, started, first, ended = (
-        watch.totals[name]
-        for name in (
-            "e2e_request_latency_seconds_count",
-            "request_queue_time_seconds_count",
-            "time_to_first_token_seconds_count",
-            "requests_disconnected_total",
-        )
-    )
-    queued, prefilling = arrived - started, started - first
+    """Return a sentence with the number of requests that were cancelled in each state.
+
+    Each metric counts the requests that have reached a state. The difference of two counts is the
+    number of requests that have ended between the two states.
+    """
+    totals = watch.totals
+    arrived = totals["e2e_request_latency_seconds_count"]
+    started = totals["request_queue_time_seconds_count"]
+    with_token = totals["time_to_first_token_seconds_count"]
+    cancelled = totals["requests_disconnected_total"]
+    queued, prefilling = arrived - started, started - with_token
+    decoding = max(cancelled - queued - prefilling, 0)
     return (
-        f"Of {arrived:,.0f} requests that reached the executor, {ended:,.0f} were cancelled there: "
-        f"{queued:,.0f} in the queue, {prefilling:,.0f} during prefill, and "
-        f"{max(ended - queued - prefilling, 0):,.0f} during decode."
+        f"Of {arrived:,.0f} requests that reached the executor, {cancelled:,.0f} were cancelled "
+        f"there: {queued:,.0f} in the queue, {prefilling:,.0f} during prefill, and "
+        f"{decoding:,.0f} during decode."
     )
 
 
-def report(storm: Storm, watch: Watch, title: str, max_crashes: int) -> tuple[str, bool]:
-    """Return the report as Markdown, and whether every check passed."""
+def report(storm: Storm, watch: Watch, title: str, max_crashes: int) -> Section:
+    """Return the report as Markdown."""
     broken = [*storm.broken, *growing(watch)]
     if len(watch.outages) > max_crashes:
         broken.append(f"the server crashed {len(watch.outages)} times; the limit is {max_crashes}")
@@ -235,18 +237,17 @@ def report(storm: Storm, watch: Watch, title: str, max_crashes: int) -> tuple[st
         f"- The server crashed: {outage.reason}. It recovered within {outage.seconds:.0f} s."
         for outage in watch.outages
     ]
-    parts = [
+    paragraphs = [
         f"### {title}",
-        f"**{f'{len(broken)} checks failed' if broken else 'no check failed'}**",
-        *(f"- {line}" for line in broken[:30]),
+        *verdict(broken, max_lines=30),
         *crashes,
-        count_table("Endpoint", storm.counts, 0),
-        count_table("Kind of request", storm.counts, 1),
+        count_table("Endpoint", storm.counts, part=0),
+        count_table("Kind of request", storm.counts, part=1),
         states(watch),
         server_side(watch),
-        process_table(storm.rests, watch),
+        process_table(storm.checks, watch),
     ]
-    return "\n\n".join(parts) + "\n", not broken
+    return Section("\n\n".join(paragraphs), is_broken=bool(broken))
 
 
 def serve(load: Load) -> Served:
@@ -256,26 +257,30 @@ def serve(load: Load) -> Served:
     return Served(environment=load.environment, arguments=[*flags, *ALONE, *restarts])
 
 
-def _run(args: argparse.Namespace, load: Load, engine: str, num_requests: int) -> tuple[str, bool]:
+def _run(args: argparse.Namespace, load: Load, engine: str) -> Section:
+    """Test one engine with the settings of the command line."""
     with serve(load) as served, Watch(served) as watch:
-        print(f"{engine}: {num_requests} requests, {load.num_users} at a time", flush=True)
+        print(f"{engine}: {args.requests} requests, {load.num_users} at a time", flush=True)
         storm = Storm(served, load, random.Random(args.seed), watch, _print)
-        asyncio.run(storm.run(num_requests, args.rest))
+        asyncio.run(storm.run(args.requests, args.rest))
         watch.look()
         if watch.outages and args.keep_log:
             args.keep_log.write_text(served.server_log)
-        if served.stop() != 0:
-            storm.broken.append(f"nereid serve did not end with exit code 0: {served.process}")
-        storm.broken += [
-            f"the shared memory file {name} was not removed"
-            for name in processes.shared_memory(served)
-        ]
-    title = f"{engine} engine, {num_requests} requests, seed {args.seed}"
+        storm.broken += stop(served)
+    title = f"{engine} engine, {args.requests} requests, seed {args.seed}"
     return report(storm, watch, title, args.crashes)
 
 
 def _print(line: str) -> None:
     print(line, flush=True)
+
+
+def _load(engine: str, args: argparse.Namespace, folder: Path) -> Load:
+    """Return the load for an engine. `folder` is for the script of the scripted engine."""
+    rng = random.Random(args.seed)
+    if engine == "demo":
+        return cancel_storm_requests.demo(rng, args.variety)
+    return cancel_storm_requests.scripted(rng, 4 * args.variety, folder)
 
 
 def main() -> int:
@@ -292,24 +297,12 @@ def main() -> int:
     add("--keep-log", type=Path, metavar="PATH", help="write the server's log there if it crashed")
     add("--markdown", type=Path, metavar="PATH", help="also write the report to this file")
     args = parser.parse_args()
-    # SystemExit leaves the `with` block, which stops the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    command_line.exit_on_sigterm()
     chosen = ("demo", "scripted") if args.engine == "both" else (args.engine,)
-    pages, has_all_passed = [], True
     with tempfile.TemporaryDirectory() as folder:
-        for engine in chosen:
-            rng = random.Random(args.seed)
-            if engine == "demo":
-                load = cancel_storm_requests.demo(rng, args.variety)
-            else:
-                load = cancel_storm_requests.scripted(rng, 4 * args.variety, Path(folder))
-            page, has_passed = _run(args, load, engine, args.requests)
-            pages.append(page)
-            has_all_passed &= has_passed
-            print(page, flush=True)
-    if args.markdown:
-        args.markdown.write_text("\n".join(pages))
-    return int(not has_all_passed)
+        sections = [_run(args, _load(engine, args, Path(folder)), engine) for engine in chosen]
+    command_line.print_report("\n\n".join(one.text for one in sections), args.markdown)
+    return int(any(section.is_broken for section in sections))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ one group have the same prompt and must have the same answer through every endpo
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadtest.client.ask import Ask, Json, generate_stream, grpc_stream
@@ -53,33 +53,37 @@ def demo(rng: random.Random, variety: int, lengths: Sequence[int] = (40, 80, 160
 
 
 def _demo_groups(rng: random.Random, variety: int, lengths: Sequence[int]) -> Iterator[list[Ask]]:
-    shared = _story(rng, 12)
+    """Yield groups of requests, with `variety` prompts of each kind."""
+    shared = _sentences(rng, 12)
     for _ in range(variety):
-        yield _through_all(LONG, _story(rng, 40), {"max_tokens": 24})
-        yield _through_all("shared prefix", shared + _story(rng, 12), {"max_tokens": 24})
+        yield _through_all(LONG, _sentences(rng, 40), {"max_tokens": 24})
+        yield _through_all("shared prefix", shared + _sentences(rng, 12), {"max_tokens": 24})
         long = {"max_tokens": rng.choice(lengths), "ignore_eos": True}
-        yield _through_all("decoding", _story(rng, 1), long)
+        yield _through_all("decoding", _sentences(rng, 1), long)
         regex = {"regex": f"[a-z ]{{{rng.randint(20, 60)}}}", "max_tokens": 80}
-        yield _through_all("grammar", _story(rng, 1), regex)
-        yield _chats("chat", _story(rng, 1), long)
-        yield _chats("schema", _story(rng, 1), structured() | {"max_tokens": 80})
-        yield _completions("two answers", _story(rng, 2), {"n": 2, "max_tokens": 40})
+        yield _through_all("grammar", _sentences(rng, 1), regex)
+        yield _chats("chat", _sentences(rng, 1), long)
+        yield _chats("schema", _sentences(rng, 1), structured() | {"max_tokens": 80})
+        yield _completions("two answers", _sentences(rng, 2), {"n": 2, "max_tokens": 40})
 
 
 def scripted(rng: random.Random, variety: int, folder: Path) -> Load:
-    """Return the load for the scripted engine, whose answers are known in advance."""
+    """Return the load for the scripted engine, whose answers are known in advance.
+
+    The script of the engine, which contains the answers, is written to `folder`.
+    """
     # `nereid serve` sends a test request with this prompt before it reports that it is ready.
     script: list[Json] = [{"when": "Once upon a time", "text": "there was"}]
-    groups, known = [], {}
+    groups: list[list[Ask]] = []
+    known: dict[str, str] = {}
     for number in range(variety):
-        name = f"rule {number};"
-        text = _story(rng, rng.choice((1, 2, 5)))
+        prompt = f"rule {number};"
+        answer = _sentences(rng, rng.choice((1, 2, 5)))
         speed = {"tokens_per_step": rng.choice((1, 1, 3)), "delay_ms": rng.choice((0, 2, 8))}
-        script.append({"when": name, "text": text, **speed})
-        for group in (_through_all("scripted", name, {}), _chats("chat", name, {})):
-            groups.append(group)
-            for ask in group:
-                known[ask.key] = json.dumps({"content": text})
+        script.append({"when": prompt, "text": answer, **speed})
+        pair = (_through_all("scripted", prompt, {}), _chats("chat", prompt, {}))
+        groups += pair
+        known |= {ask.key: json.dumps({"content": answer}) for group in pair for ask in group}
     path = folder / "script.json"
     path.write_text(json.dumps(script))
     environment = {
@@ -90,7 +94,8 @@ def scripted(rng: random.Random, variety: int, folder: Path) -> Load:
     return Load(environment, 48, groups, known)
 
 
-def _story(rng: random.Random, num_sentences: int) -> str:
+def _sentences(rng: random.Random, num_sentences: int) -> str:
+    """Return random sentences, such as "Korvale counts the rain 12 times."."""
     choose = rng.choice
     sentences = (
         f"{choose(_PLACES)} {choose(_DEEDS)} {choose(_THINGS)} {rng.randint(0, 999)} times."
@@ -127,9 +132,9 @@ def with_new_prefix(ask: Ask, rng: random.Random) -> Ask:
     assert isinstance(ask.body, dict)
     salt = {"cache_salt": f"{rng.getrandbits(64):x}"}
     if ask.endpoint == "openai":
-        return replace(ask, body=ask.body | salt)
+        return ask.with_fields(salt)
     fields = json.loads(ask.body["sampling_parameters"]) | salt
-    return replace(ask, body=ask.body | {"sampling_parameters": json.dumps(fields)})
+    return ask.with_fields({"sampling_parameters": json.dumps(fields)})
 
 
 def endpoint_of(ask: Ask) -> str:
@@ -138,5 +143,5 @@ def endpoint_of(ask: Ask) -> str:
         return "Triton gRPC stream"
     if ask.endpoint == "triton":
         return "Triton generate_stream"
-    what = "chat" if ask.path == CHATS else "completion"
-    return f"OpenAI {what}, {'stream' if ask.is_stream else 'whole'}"
+    api = "chat" if ask.path == CHATS else "completion"
+    return f"OpenAI {api}, {'stream' if ask.is_stream else 'whole'}"

@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from loadtest import command_line
 from loadtest.client.ask import Ask, Json, generate_stream
 from loadtest.client.traffic import CHATS, Asker
 from loadtest.faults.broken_checkpoints import run_checkpoints
-from loadtest.faults.fault_rows import Fault, Row, measure, report
+from loadtest.faults.fault_rows import HEAD, Fault, Row, Section, make_asker, measure
 from loadtest.faults.full_disks import run_disks
 from loadtest.server import processes
 from loadtest.server.served import Served
@@ -37,8 +39,8 @@ _LATE_S = 5.0
 _HERE = Path(__file__).resolve().parent
 _DEMO = _HERE.parents[1] / "demo"
 _FAULTY = str(_HERE / "faulty_python")
-_ORDERS = "FAULT_FOLDER"
-_MOUNTED = "--in-own-mounts"
+_FOLDER_VARIABLE = "FAULT_FOLDER"
+_IN_OWN_MOUNTS = "--in-own-mounts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,34 +61,34 @@ class EngineFault(Fault):
     async def happen(self, served: Served) -> Sequence[Ask]:
         """Write the order, or limit the memory. Return the further request, if there is one."""
         if self.order:
+            order_file = self._order_file(served)
             # The file is renamed, so that a process never reads half of an order.
-            draft = self._file(served).with_name("draft")
+            draft = order_file.with_name("draft")
             draft.write_text(self.order)
-            draft.rename(self._file(served))
+            draft.rename(order_file)
         else:
-            # Every further allocation of the engine fails.
-            size = processes.roles(served)["engine"].memory_info().vms
-            _limit_memory(served, size)
+            # With a limit of the current size, every further allocation of the engine fails.
+            engine = processes.roles(served)["engine"]
+            _limit_memory(engine, engine.memory_info().vms)
         return () if self.victim is None else (self.victim,)
 
     def undo(self, served: Served) -> bool:
-        """Delete the order. Return False if the order has caused no failure."""
+        """Remove the limit or the order. Return False if the order has caused no failure."""
         if not self.order:
-            _limit_memory(served, resource.RLIM_INFINITY)
+            _limit_memory(processes.roles(served)["engine"], resource.RLIM_INFINITY)
         try:
-            self._file(served).unlink()
-        except FileNotFoundError:
+            self._order_file(served).unlink()
+        except FileNotFoundError:  # the process deletes the order with its last failure
             return True
-        return self.order.startswith("nan")  # this order stays until it is deleted
+        return self.order.startswith("nan")  # only this order stays until it is deleted
 
-    def _file(self, served: Served) -> Path:
-        return Path(served.environment[_ORDERS]) / self.role
+    def _order_file(self, served: Served) -> Path:
+        return Path(served.environment[_FOLDER_VARIABLE]) / self.role
 
 
-def _limit_memory(served: Served, size: int) -> None:
-    """Limit the address space of the engine to `size` bytes."""
-    engine = processes.roles(served)["engine"]
-    engine.rlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+def _limit_memory(process: psutil.Process, size: int) -> None:
+    """Limit the address space of a process to `size` bytes."""
+    process.rlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
 
 
 def _chat(kind: str, question: str, **fields: Any) -> Ask:  # noqa: ANN401 - JSON
@@ -99,7 +101,8 @@ def _openai(kind: str, path: str, **body: Any) -> Ask:  # noqa: ANN401 - JSON
     return Ask("openai", path, body, kind=kind)
 
 
-def _schema(num_items: int) -> Json:
+def _array_of_digits(num_items: int) -> Json:
+    """Return the `response_format` of a JSON array with `num_items` digits."""
     items = {"type": "integer", "minimum": 0, "maximum": 9}
     schema = {"type": "array", "items": items, "minItems": num_items, "maxItems": num_items}
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
@@ -108,7 +111,8 @@ def _schema(num_items: int) -> Json:
 def generating(num_tokens: int) -> list[Ask]:
     """Return requests with answers of about `num_tokens` tokens, and one embedding request."""
     long = {"max_tokens": num_tokens, "ignore_eos": True}
-    schema = _schema(num_tokens * 3 // 7)  # an item has two tokens
+    # An item and its comma are about two tokens, and the array must end before the other answers.
+    schema = _array_of_digits(num_tokens * 3 // 7)
     return [
         *(_chat("stream", f"What is {n} + 4?", stream=True, **long) for n in range(3)),
         _chat("whole answer", "Hello!", **long),
@@ -135,36 +139,37 @@ def _last_id(name: str) -> int:
 
 def faults() -> list[EngineFault]:
     """Return all failures of forward passes."""
-    last, last_embed = _last_id("chat"), _last_id("embed")
+    rare, rare_embed = _last_id("chat"), _last_id("embed")
     completion = _openai(
-        "completion with it", "/v1/completions", model="chat", prompt=[last] * 3, max_tokens=5
+        "completion with it", "/v1/completions", model="chat", prompt=[rare] * 3, max_tokens=5
     )
-    vector = _openai("embedding with it", "/v1/embeddings", model="embed", input=[[last_embed] * 2])
+    vector = _openai("embedding with it", "/v1/embeddings", model="embed", input=[[rare_embed] * 2])
+    long_prompt = _chat("long prompt", "Hello! " * 400, max_tokens=4)
     hang_s = _HANG_TIMEOUT_S + _LATE_S
-
-    def engine(name: str, order: str, **more: Any) -> EngineFault:  # noqa: ANN401 - fields
-        return EngineFault(name=f"engine: {name}", role="engine", order=order, **more)
-
-    def worker(name: str, order: str, **more: Any) -> EngineFault:  # noqa: ANN401 - fields
-        return EngineFault(name=f"pooling worker: {name}", role="worker", order=order, **more)
-
-    hangs = {"name": f"hangs (limit {_HANG_TIMEOUT_S} s)", "order": "hang 1", "limit_s": hang_s}
+    hang = {"order": "hang 1", "limit_s": hang_s, "settled_s": hang_s}
+    hang_name = f"hangs (limit {_HANG_TIMEOUT_S} s)"
     return [
-        engine("out of memory in one step", "oom 1"),
-        engine("out of memory in 3 steps in a row", "oom 3"),
-        engine(
-            "no page of memory left", "", victim=_chat("long prompt", "Hello! " * 400, max_tokens=4)
-        ),
-        engine("a CUDA error", "cuda 1"),
-        engine("a NaN in one request's logits", f"nan {last}", victim=completion),
-        engine("an exception in a grammar's mask", "mask 1"),
-        engine("an exception in a grammar's step", "grammar 1"),
-        engine(**hangs, settled_s=hang_s),
-        worker("out of memory once", "oom 1"),
-        worker("a CUDA error", "cuda 1"),
-        worker("a NaN in one vector", f"nan {last_embed}", victim=vector),
-        worker(**hangs, settled_s=hang_s),
+        _engine("out of memory in one step", order="oom 1"),
+        _engine("out of memory in 3 steps in a row", order="oom 3"),
+        _engine("no page of memory left", victim=long_prompt),
+        _engine("a CUDA error", order="cuda 1"),
+        _engine("a NaN in one request's logits", order=f"nan {rare}", victim=completion),
+        _engine("an exception in a grammar's mask", order="mask 1"),
+        _engine("an exception in a grammar's step", order="grammar 1"),
+        _engine(hang_name, **hang),
+        _worker("out of memory once", order="oom 1"),
+        _worker("a CUDA error", order="cuda 1"),
+        _worker("a NaN in one vector", order=f"nan {rare_embed}", victim=vector),
+        _worker(hang_name, **hang),
     ]
+
+
+def _engine(name: str, **fields: Any) -> EngineFault:  # noqa: ANN401 - the attributes
+    return EngineFault(name=f"engine: {name}", role="engine", **fields)
+
+
+def _worker(name: str, **fields: Any) -> EngineFault:  # noqa: ANN401 - the attributes
+    return EngineFault(name=f"pooling worker: {name}", role="worker", **fields)
 
 
 async def measure_one(
@@ -188,18 +193,13 @@ async def measure_one(
     return await measure(served, asker, fault, embedding(num_texts), probe)
 
 
-def make_asker(served: Served, limit_s: float = 60.0) -> Asker:
-    """Return a client of a server. `limit_s` is the time limit of a request in seconds."""
-    return Asker(f"http://127.0.0.1:{served.openai_port}", served.http_url, limit_s=limit_s)
-
-
 @contextlib.contextmanager
 def serve() -> Iterator[Served]:
     """Start a server of the demo models. Orders can make its forward passes fail."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, (_FAULTY, os.environ.get("PYTHONPATH")))),
-            _ORDERS: folder,
+            _FOLDER_VARIABLE: folder,
             "NEREID_ENGINE_HANG_TIMEOUT_S": str(_HANG_TIMEOUT_S),
             "NEREID_EMBEDDING_HANG_TIMEOUT_S": str(_HANG_TIMEOUT_S),
             "NEREID_RERANK_MODEL": "none",
@@ -221,47 +221,47 @@ async def _measure_all(served: Served, chosen: Sequence[EngineFault]) -> list[Ro
     return rows
 
 
-def run_faults(only: str) -> tuple[str, bool]:
-    """Return the table of failed forward passes, and whether a limit was violated."""
+def run_faults(only: str) -> Section:
+    """Inject each fault whose name contains `only`. The section is broken if a row is broken."""
     chosen = [fault for fault in faults() if only in fault.name]
     if not chosen:
-        return "", False
+        return Section("", is_broken=False)
     with serve() as served:
         rows = asyncio.run(_measure_all(served, chosen))
-    return report(rows), any(row.is_broken for row in rows)
+    return Section.of(HEAD, [row.cells() for row in rows], any(row.is_broken for row in rows))
 
 
-def _in_own_mounts() -> bool:
-    """Return whether this program has its own mount namespace. Restart it with one if possible."""
-    if _MOUNTED in sys.argv:
+def _enter_own_mounts() -> bool:
+    """Restart this program in a mount namespace of its own.
+
+    Returns:
+        True in the restarted program. False if the namespace cannot be created.
+    """
+    if _IN_OWN_MOUNTS in sys.argv:
         return True
     command = ["unshare", "--mount", "--propagation", "private"]
     with contextlib.suppress(OSError):
         if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-            os.execvp(command[0], [*command, sys.executable, *sys.argv, _MOUNTED])
+            os.execvp(command[0], [*command, *sys.orig_argv, _IN_OWN_MOUNTS])
     return False
 
 
 def main() -> int:
     """Run all tests. Return 1 if a request hung, a service did not recover, or a check failed."""
     parser = command_line.parser(__doc__)
-    parser.add_argument(
-        "--only", default="", metavar="WORD", help="run only tests with WORD in their name"
-    )
-    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
-    parser.add_argument(_MOUNTED, action="store_true", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--only", default="", metavar="WORD", help="run only tests with WORD in their name")
+    add("--markdown", type=Path, help="also write the tables to this file")
+    add(_IN_OWN_MOUNTS, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    runs = [run_faults, run_checkpoints]
-    if _in_own_mounts():
-        runs.append(run_disks)
+    tests = [run_faults, run_checkpoints]
+    if _enter_own_mounts():
+        tests.append(run_disks)
     else:
         print("The tests of full disks are left out, because they need root to mount a tmpfs.")
-    found = [run(args.only) for run in runs]
-    text = "\n\n".join(text for text, _ in found if text)
-    print(f"\n{text}")
-    if args.markdown:
-        args.markdown.write_text(text + "\n")
-    return int(any(is_broken for _, is_broken in found))
+    sections = [run(args.only) for run in tests]
+    command_line.print_report("\n\n".join(one.text for one in sections if one.text), args.markdown)
+    return int(any(section.is_broken for section in sections))
 
 
 if __name__ == "__main__":

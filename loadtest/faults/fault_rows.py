@@ -2,9 +2,11 @@
 
 import asyncio
 import collections
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loadtest.bench.markdown_table import short, table
 from loadtest.client.ask import Ask
@@ -13,10 +15,27 @@ from loadtest.server import processes
 from loadtest.server.served import Served
 
 _RECOVERY_LIMIT_S = 180.0
-_BEFORE_S = 0.7
+_RUNNING_S = 0.7  # the requests run for this time before the fault
 _EFFECTS = {"lost": "connection closed", "failed": "error", "refused": "503"}
-_HEAD = ("Fault", "What the clients saw", "Error message", "First error", "Last error", "Recovery",
+HEAD = ("Fault", "What the clients saw", "Error message", "First error", "Last error", "Recovery",
          "What was lost")  # fmt: skip
+
+
+class Section(NamedTuple):
+    """A part of a report.
+
+    Attributes:
+        text: the table as Markdown, or "" if there are no rows.
+        is_broken: whether a check failed.
+    """
+
+    text: str
+    is_broken: bool
+
+    @classmethod
+    def of(cls, head: Sequence[str], rows: Sequence[Sequence[str]], is_broken: bool) -> "Section":
+        """Return the section with a table of `rows`."""
+        return cls(table(head, rows) if rows else "", is_broken)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +87,17 @@ class Row:
     has_happened: bool
 
     @property
-    def hurt(self) -> list[Outcome]:
+    def failed(self) -> list[Outcome]:
         """The outcomes of the requests that were not answered completely."""
         return [outcome for outcome in self.outcomes if outcome.kind != "ok"]
 
     @property
     def last_end_s(self) -> float | None:
-        """The seconds from the fault to the last failed request, or None if none failed."""
-        return max((o.reply.ended - self.happened for o in self.hurt), default=None)
+        """The seconds from the fault to the end of the last failed request, or None."""
+        return max(self._ends_s(), default=None)
+
+    def _ends_s(self) -> list[float]:
+        return [outcome.reply.ended - self.happened for outcome in self.failed]
 
     @property
     def is_broken(self) -> bool:
@@ -86,39 +108,39 @@ class Row:
         """
         if self.recovery_s is None or not self.has_happened:
             return True
-        if {"hung", "wrong"} & {outcome.kind for outcome in self.hurt}:
+        if any(outcome.kind in ("hung", "wrong") for outcome in self.failed):
             return True
-        is_late = self.last_end_s is not None and self.last_end_s > self.fault.limit_s
-        return is_late or (self.fault.is_harmless and bool(self.hurt))
+        if self.fault.is_harmless and self.failed:
+            return True
+        return self.last_end_s is not None and self.last_end_s > self.fault.limit_s
 
     def cells(self) -> list[str]:
         """Return the cells of the row in the table."""
-        seen = collections.Counter(_effect(outcome) for outcome in self.outcomes)
-        messages = collections.Counter(short(outcome.detail) for outcome in self.hurt)
-        first_s = min((o.reply.ended - self.happened for o in self.hurt), default=None)
-        lost = "the failed requests" if self.hurt else "nothing"
+        effects = collections.Counter(_effect(outcome) for outcome in self.outcomes)
+        messages = [short(outcome.detail) for outcome in self.failed]
+        lost = "the failed requests" if self.failed else "nothing"
         if self.replaced:
             lost += f"; {' and '.join(self.replaced)} restarted"
-        times = (first_s, self.last_end_s, self.recovery_s)
+        times = (min(self._ends_s(), default=None), self.last_end_s, self.recovery_s)
         return [
             self.fault.name,
-            "; ".join(f"{count} x {what}" for what, count in seen.most_common()),
-            messages.most_common(1)[0][0] if messages else "-",
+            "; ".join(f"{count} x {effect}" for effect, count in effects.most_common()),
+            statistics.mode(messages) if messages else "-",
             *("-" if seconds is None else f"{seconds:.1f} s" for seconds in times),
             lost,
         ]
 
 
 def _effect(outcome: Outcome) -> str:
-    """Return what a client saw, such as "chat: 503"."""
+    """Return what the client of a request saw, such as "chat: 503"."""
     if outcome.kind == "ok":
         return "complete answer"
     return f"{outcome.ask.kind}: {_EFFECTS.get(outcome.kind, outcome.kind)}"
 
 
-def report(rows: Iterable[Row]) -> str:
-    """Return the table of all faults as Markdown."""
-    return table(_HEAD, [row.cells() for row in rows])
+def make_asker(served: Served, limit_s: float = 60.0) -> Asker:
+    """Return a client of a server. `limit_s` is the time limit of a request in seconds."""
+    return Asker(served.frontend_url, served.http_url, served.grpc_url, limit_s)
 
 
 async def measure(
@@ -134,17 +156,15 @@ async def measure(
         probe: the request that is repeated until the service has recovered. The default is the
             first request of `running`.
     """
-    before = _pids(served)
+    before = processes.pids(served)
     tasks = [asyncio.create_task(asker.ask(ask)) for ask in running]
-    await asyncio.sleep(_BEFORE_S)
+    await asyncio.sleep(_RUNNING_S)
     happened = time.monotonic()
     tasks += [asyncio.create_task(asker.ask(ask)) for ask in await fault.happen(served)]
-    recovery = asyncio.create_task(recovered(asker, probe or running[0], happened, fault.settled_s))
-    outcomes = await asyncio.gather(*tasks)
-    recovery_s = await recovery
+    recovery = recovered(asker, probe or running[0], happened, fault.settled_s)
+    recovery_s, outcomes = await asyncio.gather(recovery, asyncio.gather(*tasks))
     has_happened = fault.undo(served)
-    after = _pids(served)
-    replaced = [role for role in before if after.get(role) != before[role]]
+    replaced = processes.replaced(before, served)
     return Row(fault, outcomes, happened, recovery_s, replaced, has_happened)
 
 
@@ -155,17 +175,14 @@ async def recovered(
 
     A good answer within the first `settled_s` seconds proves nothing if a later request fails.
     """
-    again: float | None = None
-    while (passed := time.monotonic() - since) < _RECOVERY_LIMIT_S:
-        if (await asker.ask(ask)).kind != "ok":
-            again = None
-        elif again is None:
-            again = time.monotonic() - since
-        elif passed > settled_s:
-            return again
+    first_good_s: float | None = None
+    while (passed_s := time.monotonic() - since) < _RECOVERY_LIMIT_S:
+        outcome = await asker.ask(ask)
+        if outcome.kind != "ok":
+            first_good_s = None
+        elif first_good_s is None:
+            first_good_s = time.monotonic() - since
+        elif passed_s > settled_s:
+            return first_good_s
         await asyncio.sleep(0.1)
     return None
-
-
-def _pids(served: Served) -> dict[str, int]:
-    return {role: process.pid for role, process in processes.roles(served).items()}

@@ -1,21 +1,27 @@
 """Run servers with full disks, for engine_faults.py. The disks are small tmpfs file systems."""
 
-import contextlib
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
-from loadtest.bench.markdown_table import short, table
-from loadtest.server.served import Served
+from loadtest.bench.markdown_table import short
+from loadtest.client.traffic import CHATS
+from loadtest.faults.fault_rows import Section
+from loadtest.server.served import Served, error_message
 
 _SHM = Path("/dev/shm")
 _FLAGS = ("--served-model-name=chat", "--log-level=info")
+_RECOVERY_LIMIT_S = 90.0
+_PAGE_BYTES = 4096
+_FILLED_LATER = "full while serving: /dev/shm"
 
 
 @contextmanager
@@ -31,9 +37,9 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 def fill(place: Path) -> Path:
     """Fill the disk at `place` with one file, and return the path of the file."""
     path = place / "filler"
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
-            file.write(b"\0" * 4096)
+            file.write(bytes(_PAGE_BYTES))
     return path
 
 
@@ -43,12 +49,12 @@ class Case:
 
     Attributes:
         name: the name in the report.
-        settings: a function that returns environment variables for the folder of the disk.
+        environment: a function that returns environment variables for the folder of the disk.
         flags: a function that returns flags of `nereid serve` for the folder of the disk.
     """
 
     name: str
-    settings: Callable[[Path], Mapping[str, str]] = lambda _: {}
+    environment: Callable[[Path], Mapping[str, str]] = lambda _: {}
     flags: Callable[[Path], list[str]] = lambda _: []
 
 
@@ -60,69 +66,112 @@ _CASES = (
 )
 
 
-def run_disks(only: str) -> tuple[str, bool]:
-    """Return the table of full disks, and whether a server did not recover."""
+class Result(NamedTuple):
+    """The results of one test. `ready_s` is None if the server never answered."""
+
+    description: str
+    ready_s: float | None
+
+
+def run_disks(only: str) -> Section:
+    """Run the tests whose name contains `only`.
+
+    The section is broken if a server did not recover after a disk was full for a while.
+    """
     rows, is_broken = [], False
-    for case in _CASES:
-        title = f"full from the start: {case.name}"
-        if only in title:
-            with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder), "64k") as disk:
-                fill(disk)
-                (disk / "serve.log").touch()
-                rows.append([title, *_serve(case.settings(disk), case.flags(disk))])
-    title = "full from the start: /dev/shm"
-    if only in title:
-        with small_disk(_SHM, "1m"):
-            fill(_SHM)
-            rows.append([title, *_serve({}, [])])
-    title = "full while serving: /dev/shm"
-    if only in title:
-        with small_disk(_SHM, "256m"):
-            rows.append([title, *_fill_while_serving()])
-            is_broken |= not rows[-1][-1].endswith("s")
-    for row in rows:
-        print(" | ".join(row), flush=True)
-    return table(["Disk", "What happened", "Ready after"], rows) if rows else "", is_broken
+    for name, test in _tests().items():
+        if only in name:
+            result = test()
+            ready = "never" if result.ready_s is None else f"{result.ready_s:.1f} s"
+            rows.append([name, result.description, ready])
+            is_broken |= name == _FILLED_LATER and result.ready_s is None
+            print(" | ".join(rows[-1]), flush=True)
+    return Section.of(("Disk", "What happened", "Ready after"), rows, is_broken)
 
 
-def _serve(settings: Mapping[str, str], flags: list[str]) -> list[str]:
+def _tests() -> dict[str, Callable[[], Result]]:
+    """Return the function of each test."""
+    tests = {f"full from the start: {case.name}": partial(_start_full, case) for case in _CASES}
+    return {
+        **tests,
+        "full from the start: /dev/shm": _start_with_full_shared_memory,
+        _FILLED_LATER: _fill_while_serving,
+    }
+
+
+def _start_full(case: Case) -> Result:
+    with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder), "64k") as disk:
+        fill(disk)
+        (disk / "serve.log").touch()
+        return _serve(case.environment(disk), case.flags(disk))
+
+
+def _start_with_full_shared_memory() -> Result:
+    with small_disk(_SHM, "1m"):
+        fill(_SHM)
+        return _serve({}, [])
+
+
+def _serve(environment: Mapping[str, str], flags: list[str]) -> Result:
+    """Start a server, and send one request of each kind."""
     started = time.monotonic()
     try:
-        with Served(None, settings, [*_FLAGS, *flags]) as served:
+        with Served(None, environment, [*_FLAGS, *flags]) as served:
             ready_s = time.monotonic() - started
             answers = [_ask(served, "chat"), _ask(served, "embedding")]
-            good = sum(status == 200 for status, _ in answers)
-            return [f"it answered {good} of 2 kinds of requests", f"{ready_s:.1f} s"]
+            num_good = sum(answer.is_good for answer in answers)
+            return Result(f"it answered {num_good} of 2 kinds of requests", ready_s)
     except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if line.startswith("nereid serve: ")]
-        return [f"it did not start: {short((lines or [str(error)[-200:]])[0])}", "never"]
+        message = error_message(str(error)) or str(error)[-200:]
+        return Result(f"it did not start: {short(message)}", None)
 
 
-def _fill_while_serving() -> list[str]:
-    with Served(None, {}, list(_FLAGS)) as served:
+def _fill_while_serving() -> Result:
+    """Fill /dev/shm under a server, send requests, and free the memory again."""
+    with small_disk(_SHM, "256m"), Served(None, {}, _FLAGS) as served:
         filler = fill(_SHM)
-        seen = [_ask(served, kind, size) for kind in ("chat", "embedding") for size in (1, 3000)]
+        answers = [_ask(served, kind, size) for kind in ("chat", "embedding") for size in (1, 3000)]
         filler.unlink()
-        freed = time.monotonic()
-        while (answer := _ask(served, "chat", 3000))[0] != 200 and time.monotonic() - freed < 90:
-            time.sleep(0.2)
-        answers = "; ".join(f"{status} {short(text)}" for status, text in seen)
-        again = f"{time.monotonic() - freed:.1f} s" if answer[0] == 200 else "never"
-        return [answers, again]
+        description = "; ".join(f"{answer.status} {short(answer.text)}" for answer in answers)
+        return Result(description, _recovery_s(served))
 
 
-def _ask(served: Served, kind: str, size: int = 1) -> tuple[int, str]:
-    words = "Hugo lives in Pinemark. " * 10
+def _recovery_s(served: Served) -> float | None:
+    """Send chats until one is answered, and return the seconds until then; None after a limit."""
+    started = time.monotonic()
+    while time.monotonic() - started < _RECOVERY_LIMIT_S:
+        if _ask(served, "chat", 3000).is_good:
+            return time.monotonic() - started
+        time.sleep(0.2)
+    return None
+
+
+class Answer(NamedTuple):
+    """The HTTP status of an answer, or 0 without an answer, and a description."""
+
+    status: int
+    text: str
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the request was answered completely."""
+        return self.status == 200
+
+
+def _ask(served: Served, kind: str, size: int = 1) -> Answer:
+    """Send a chat of `size` words (at most 400), or an embedding request of `size` texts."""
     if kind == "chat":
-        body = {"model": "chat", "messages": [{"role": "user", "content": "Hi! " * min(size, 400)}]}
-        path, body = "/v1/chat/completions", body | {"max_tokens": 3}
+        question = "Hi! " * min(size, 400)
+        messages = [{"role": "user", "content": question}]
+        path, body = CHATS, {"model": "chat", "messages": messages, "max_tokens": 3}
     else:
-        path, body = "/v1/embeddings", {"model": "embed", "input": [words] * size}
+        text = "Hugo lives in Pinemark. " * 10
+        path, body = "/v1/embeddings", {"model": "embed", "input": [text] * size}
     try:
-        url = f"http://127.0.0.1:{served.openai_port}{path}"
+        url = f"{served.frontend_url}{path}"
         answer = httpx.post(url, json=body, timeout=30, trust_env=False)
     except httpx.HTTPError as error:
-        return 0, repr(error)
+        return Answer(0, repr(error))
     if answer.status_code == 200:
-        return 200, "complete answer"
-    return answer.status_code, str(answer.json()["error"]["message"])
+        return Answer(200, "complete answer")
+    return Answer(answer.status_code, str(answer.json()["error"]["message"]))

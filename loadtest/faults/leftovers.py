@@ -9,7 +9,7 @@ second idle check, which is the first check after traffic.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeGuard
 
 from loadtest.client.traffic import Asker
@@ -17,16 +17,16 @@ from loadtest.server import processes
 from loadtest.server.processes import Size
 from loadtest.server.served import Served
 
-_LIMIT_S = 15.0
+_IDLE_LIMIT_S = 15.0
+_CLOSED_LIMIT_S = 5.0
 _LOOK_EVERY_S = 0.1
 _PUBLISHED_S = 0.3  # the server publishes gauges every tenth of a second
-_CLOSED_S = 5.0
 _MAX_MORE_FDS = 2
 _MAX_MORE_MIB = 32.0
 _MAX_MORE_SHARED_MIB = 1.0
 
 
-class Rests:
+class IdleChecks:
     """The idle checks of one server.
 
     Args:
@@ -43,80 +43,107 @@ class Rests:
     def __init__(self, served: Served, asker: Asker) -> None:
         self._served = served
         self._asker = asker
-        self._beginnings: dict[str, Size] = {}
-        self._settled: dict[str, Size] = {}
-        self._num_shared = 0
+        self._first_of_role: dict[str, Size] = {}
+        self._after_traffic: dict[str, Size] = {}
+        self._num_shared_files = 0
         self.first: dict[str, Size] = {}
         self.last: dict[str, Size] = {}
         self.took_s: list[float] = []
         self.shared_mib: list[float] = []
 
     async def check(self, when: str) -> list[str]:
-        """Wait until the server is idle, and describe what is still in use or has grown."""
-        broken = await self._wait(when)
-        await self._asker.hang_up()
-        deadline = time.monotonic() + _CLOSED_S
-        while True:
-            # The server may need a moment to notice that its clients have closed connections.
-            self.last = await asyncio.to_thread(processes.sizes, self._served)
-            grown = self._grown(when)
-            if not grown or time.monotonic() > deadline:
-                break
-            await asyncio.sleep(_LOOK_EVERY_S)
-        for role, size in self.last.items():
-            self._beginnings.setdefault(role, size)
-            if not _is_same(self.first.get(role), size):
-                self.first[role] = size
-            elif not _is_same(self._settled.get(role), size):
-                self._settled[role] = size
-        return broken + grown + self._shared(when)
+        """Wait until the server is idle, and describe what is still in use or has grown.
 
-    async def _wait(self, when: str) -> list[str]:
+        Args:
+            when: the beginning of each description, such as "after 1000 requests".
+        """
+        broken = await self._wait_until_idle()
+        await self._asker.hang_up()
+        broken += await self._wait_until_small()
+        self._remember_sizes()
+        broken += self._shared_memory_faults()
+        return [f"{when}: {description}" for description in broken]
+
+    async def _wait_until_idle(self) -> list[str]:
+        """Wait until no request is in use. Describe the use after a limit, and zombie processes."""
         started = time.monotonic()
         await asyncio.sleep(_PUBLISHED_S)
         broken = []
         while busy := await asyncio.to_thread(processes.what_is_busy, self._served):
-            if time.monotonic() - started > _LIMIT_S:
-                broken.append(f"{when}: the server is not idle after {_LIMIT_S:g} s: {busy}")
+            if time.monotonic() - started > _IDLE_LIMIT_S:
+                broken.append(f"the server is not idle after {_IDLE_LIMIT_S:g} s: {busy}")
                 break
             await asyncio.sleep(_LOOK_EVERY_S)
         self.took_s.append(time.monotonic() - started)
         zombies = await asyncio.to_thread(processes.zombies, self._served)
-        return broken + [f"{when}: {name} is a zombie process" for name in zombies]
+        return broken + [f"{name} is a zombie process" for name in zombies]
 
-    def _grown(self, when: str) -> list[str]:
-        broken = []
+    async def _wait_until_small(self) -> list[str]:
+        """Measure the processes until none has grown. After a limit, describe their growth.
+
+        The server needs a moment to notice that its clients have closed their connections.
+        """
+        deadline = time.monotonic() + _CLOSED_LIMIT_S
+        while True:
+            self.last = await asyncio.to_thread(processes.sizes, self._served)
+            grown = [text for role in self.last for text in self._growth(role)]
+            if not grown or time.monotonic() > deadline:
+                return grown
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _growth(self, role: str) -> Iterator[str]:
+        """Yield descriptions of too many open files, and of too much memory, of one process."""
+        size, first = self.last[role], self.first.get(role)
+        before = first if _is_same_process(first, size) else self._first_of_role.get(role)
+        if before is not None and size.num_fds > before.num_fds + _MAX_MORE_FDS:
+            more = _more(size.descriptors, before.descriptors)
+            counts = f"{size.num_fds} open files, but had {before.num_fds} at first"
+            yield f"{role} has {counts}; the additional files are: {more}"
+        warm = self._after_traffic.get(role)
+        if _is_same_process(warm, size) and size.rss_mib > warm.rss_mib + _MAX_MORE_MIB:
+            sizes = f"{size.rss_mib:.0f} MiB, but used {warm.rss_mib:.0f} MiB"
+            yield f"{role} uses {sizes} after its first traffic"
+
+    def _remember_sizes(self) -> None:
+        """Store the sizes of each process at its first two checks, for later comparisons."""
         for role, size in self.last.items():
-            first, settled = self.first.get(role), self._settled.get(role)
-            like = first if _is_same(first, size) else self._beginnings.get(role)
-            if like is not None and size.num_fds > like.num_fds + _MAX_MORE_FDS:
-                more = _difference(size.descriptors, like.descriptors)
-                counts = f"{size.num_fds} open files, but had {like.num_fds} at first"
-                broken.append(f"{when}: {role} has {counts}; the additional files are: {more}")
-            if _is_same(settled, size) and size.rss_mib > settled.rss_mib + _MAX_MORE_MIB:
-                sizes = f"{size.rss_mib:.0f} MiB, but used {settled.rss_mib:.0f} MiB"
-                broken.append(f"{when}: {role} uses {sizes} after its first traffic")
-        return broken
+            self._first_of_role.setdefault(role, size)
+            if not _is_same_process(self.first.get(role), size):
+                self.first[role] = size
+            elif not _is_same_process(self._after_traffic.get(role), size):
+                self._after_traffic[role] = size
 
-    def _shared(self, when: str) -> list[str]:
-        files = processes.shared_memory(self._served)
-        self._num_shared = self._num_shared or len(files)
+    def _shared_memory_faults(self) -> list[str]:
+        """Return descriptions of shared memory that has grown since the first check."""
+        num_files = len(processes.shared_memory(self._served))
+        self._num_shared_files = self._num_shared_files or num_files
         self.shared_mib.append(processes.shared_memory_mib(self._served))
         broken = []
-        if len(files) > self._num_shared:
-            counts = f"{len(files)} shared-memory files, but there were {self._num_shared} at first"
-            broken.append(f"{when}: there are {counts}")
-        more = self.shared_mib[-1] - self.shared_mib[0]
-        if more > _MAX_MORE_SHARED_MIB:
-            broken.append(f"{when}: files in /dev/shm take {more:.1f} MiB more than at first")
+        if num_files > self._num_shared_files:
+            broken.append(
+                f"there are {num_files} shared-memory files, but there were "
+                f"{self._num_shared_files} at first"
+            )
+        more_mib = self.shared_mib[-1] - self.shared_mib[0]
+        if more_mib > _MAX_MORE_SHARED_MIB:
+            broken.append(f"files in /dev/shm take {more_mib:.1f} MiB more than at first")
         return broken
 
 
-def _is_same(known: Size | None, size: Size) -> TypeGuard[Size]:
+def stop(served: Served) -> list[str]:
+    """Stop a server, and describe the faults of its end."""
+    code = served.stop()
+    broken = [f"nereid serve ended with exit code {code}"] if code else []
+    files = processes.shared_memory(served)
+    return broken + [f"the shared-memory file {path.name} was not removed" for path in files]
+
+
+def _is_same_process(known: Size | None, size: Size) -> TypeGuard[Size]:
     """Return whether `known` exists and belongs to the same process as `size`."""
     return known is not None and known.pid == size.pid
 
 
-def _difference(now: Mapping[str, int], before: Mapping[str, int]) -> str:
+def _more(now: Mapping[str, int], before: Mapping[str, int]) -> str:
+    """Return the kinds whose count has grown, such as "2 x /dev/null, 1 x /tmp/log-N"."""
     more = {kind: count - before.get(kind, 0) for kind, count in now.items()}
     return ", ".join(f"{count} x {kind}" for kind, count in more.items() if count > 0)

@@ -50,17 +50,23 @@ class Trend:
 
 def trend(samples: Sequence[Sample]) -> Trend:
     """Return the trend of the memory of one process. `samples` must be in order of time."""
-    quarter_s = (samples[-1].at - samples[0].at) / 4
+    start = samples[0].at
+    duration_s = samples[-1].at - start
     quarters: list[list[float]] = [[], [], [], []]
     for sample in samples:
-        passed = (sample.at - samples[0].at) / quarter_s if quarter_s else 0.0
-        quarters[min(int(passed), 3)].append(sample.mib)
+        share = (sample.at - start) / duration_s if duration_s else 0.0
+        quarters[min(int(4 * share), 3)].append(sample.mib)  # the share of the last sample is 1
     medians = tuple(statistics.median(values) for values in quarters if values)
-    warm = [sample for sample in samples if sample.at >= samples[0].at + quarter_s]
-    return Trend(medians, _slope(warm) if 3 * quarter_s >= _MIN_SECONDS else None)
+    warm_up_s = duration_s / 4
+    if duration_s - warm_up_s < _MIN_SECONDS:
+        return Trend(medians, slope=None)
+    warm = [sample for sample in samples if sample.at >= start + warm_up_s]
+    return Trend(medians, _slope_per_minute(warm))
 
 
-def _slope(samples: Sequence[Sample]) -> float:
+def _slope_per_minute(samples: Sequence[Sample]) -> float:
+    """Return the median slope of all pairs of samples, in MiB per minute."""
     thinned = samples[:: len(samples) // _MAX_POINTS + 1]
     pairs = itertools.combinations(thinned, 2)
-    return 60 * statistics.median((b.mib - a.mib) / (b.at - a.at) for a, b in pairs)
+    slopes_per_s = [(later.mib - sooner.mib) / (later.at - sooner.at) for sooner, later in pairs]
+    return 60 * statistics.median(slopes_per_s)

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loadtest import command_line
+from loadtest.bench.markdown_table import table
 from loadtest.client.ask import Ask, generate_stream
-from loadtest.client.traffic import Asker, asks
-from loadtest.faults.fault_rows import Fault, Row, measure, report
+from loadtest.client.traffic import QUESTIONS, asks
+from loadtest.faults.fault_rows import HEAD, Fault, Row, make_asker, measure
 from loadtest.server import processes
 from loadtest.server.served import Served
 
@@ -53,7 +54,8 @@ def _kill(role: str) -> ProcessFault:
     return ProcessFault(name=f"kill -9 {role}", role=role)
 
 
-def _stop(role: str, is_harmless: bool = True) -> ProcessFault:
+def _stop(role: str, *, is_harmless: bool = True) -> ProcessFault:
+    """Return the fault that stops a process for a while with SIGSTOP."""
     return ProcessFault(
         name=f"{role} stopped for {_STOPPED_S:g} s",
         role=role,
@@ -85,26 +87,26 @@ FAULTS = (
 
 def long_requests(model: str, pooling_models: Mapping[str, str]) -> list[Ask]:
     """Return eight requests that run for some seconds on the demo model, over HTTP."""
-    made: list[Ask] = []
-    for ask in asks(random.Random(0), model, pooling_models):
-        if ask.kind in ("chat", "whole chat", "completion") and len(made) < 6:
-            assert isinstance(ask.body, dict)
-            made.append(replace(ask, body=ask.body | _ENDLESS))
-        elif ask.endpoint == "triton" and len(made) < 8:
-            assert isinstance(ask.body, dict)
-            made.append(generate_stream(ask.body["text_input"], {"temperature": 0, **_ENDLESS}))
-    return made
+    requests = asks(random.Random(0), model, pooling_models)
+    texts = [ask for ask in requests if ask.kind in ("chat", "whole chat", "completion")]
+    return [
+        *(ask.with_fields(_ENDLESS) for ask in texts[:5]),
+        *(generate_stream(one, {"temperature": 0, **_ENDLESS}) for one in QUESTIONS[:3]),
+    ]
 
 
 async def _measure_all(served: Served, faults: Sequence[Fault]) -> list[Row]:
-    asker = Asker(f"http://127.0.0.1:{served.openai_port}", served.http_url)
+    """Inject the faults one after the other."""
+    asker = make_asker(served)
     pooling_models = {"embedding": "embed", "rerank": "rerank"}
     probes = {ask.kind: ask for ask in asks(random.Random(0), "chat", pooling_models)}
-    running = [probes["whole chat"], *long_requests("chat", {})]
+    chat = probes["whole chat"]
+    running = [chat, *long_requests("chat", {})]
     rows = []
     try:
         for fault in faults:
-            probe = probes.get(fault.role.split()[0], running[0])
+            # A role such as "embedding worker" begins with the kind of the requests for it.
+            probe = probes.get(fault.role.split()[0], chat)
             rows.append(await measure(served, asker, fault, running, probe))
             print(*rows[-1].cells(), sep=" | ", flush=True)
             await asyncio.sleep(1.0)
@@ -119,17 +121,16 @@ def main() -> int:
     add = parser.add_argument
     add("--model", type=Path, help="folder of the checkpoint (default: the demo)")
     add("--only", default="", metavar="WORD", help="inject only faults with WORD in their name")
-    add("--markdown", type=Path, help="also write the table to this file")
+    add("--markdown", type=Path, help="also write the report to this file")
     args = parser.parse_args()
     flags = ["--max-restarts=100", "--restart-backoff=0", "--served-model-name=chat"]
     faults = [fault for fault in FAULTS if args.only in fault.name]
     with Served(args.model, arguments=[*flags, "--log-level=warning"]) as served:
         rows = asyncio.run(_measure_all(served, faults))
-    again = [row.recovery_s for row in rows if row.recovery_s is not None]
-    text = report(rows)
-    print(f"\n{text}\n\nThe median time to recovery is {statistics.median(again):.1f} s.")
-    if args.markdown:
-        args.markdown.write_text(text + "\n")
+    recoveries_s = [row.recovery_s for row in rows if row.recovery_s is not None]
+    median = f"The median time to recovery is {statistics.median(recoveries_s):.1f} s."
+    table_of_faults = table(HEAD, [row.cells() for row in rows])
+    command_line.print_report(f"{table_of_faults}\n\n{median}", args.markdown)
     return int(any(row.is_broken for row in rows))
 
 

@@ -1,9 +1,11 @@
 """Observe a server during a test: the memory of its processes, its metrics, and its outages."""
 
 import re
+import statistics
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -37,6 +39,11 @@ class Outage:
     ended: float = float("inf")
 
     @property
+    def is_over(self) -> bool:
+        """Whether the end of the outage has been observed."""
+        return self.ended < float("inf")
+
+    @property
     def seconds(self) -> float:
         """The longest possible duration of the outage."""
         return self.ended - self.began
@@ -65,12 +72,12 @@ class Watch:
         self._samples: dict[tuple[str, int], list[Sample]] = defaultdict(list)
         self._counters: dict[str, float] = {}
         self._levels: dict[str, list[float]] = defaultdict(list)
-        self._is_over = threading.Event()
+        self._has_ended = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._looked = time.monotonic()
+        self._last_look = time.monotonic()
         self.outages: list[Outage] = []
-        self.totals: Counter[str] = Counter()
+        self.totals: dict[str, float] = defaultdict(float)
         self.peaks: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -79,25 +86,23 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over.set()
+        self._has_ended.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_over.wait(self._every_s):
+        while not self._has_ended.wait(self._every_s):
             self.look()
 
     def look(self) -> None:
         """Observe the server now. Any thread may call this method."""
         with self._lock:
             self._look_for_outages()
-            self._take_gauges()
+            self._look_at_metrics()
             now = time.monotonic()
             for role, process in processes.roles(self._served).items():
-                try:
+                with suppress(psutil.NoSuchProcess):  # the process has just ended
                     mib = process.memory_info().rss / 2**20
-                except psutil.NoSuchProcess:
-                    continue
-                self._samples[role, process.pid].append(Sample(now, mib))
+                    self._samples[role, process.pid].append(Sample(now, mib))
 
     def trends(self) -> dict[str, Trend]:
         """Return the memory trend of the current process of each role."""
@@ -108,29 +113,31 @@ class Watch:
     def mean(self, gauge: str) -> float:
         """Return the mean of a gauge over all observations, or 0 if there were none."""
         values = self._levels[gauge]
-        return sum(values) / len(values) if values else 0.0
+        return statistics.fmean(values) if values else 0.0
 
     def _look_for_outages(self) -> None:
+        """Read the messages of `nereid serve` about failures and recoveries."""
         output = self._served.output
         now = time.monotonic()
-        reasons = _BROKE.findall(output)
-        self.outages += [Outage(reason, self._looked) for reason in reasons[len(self.outages) :]]
+        failures = list(_BROKE.finditer(output))
+        for failure in failures[len(self.outages) :]:
+            self.outages.append(Outage(reason=failure[1], began=self._last_look))
         # Outages that follow each other closely share one recovery message.
-        broke = [match.start() for match in _BROKE.finditer(output)]
-        healed = [match.start() for match in _HEALED.finditer(output)]
-        for position, outage in zip(broke, self.outages, strict=True):
-            if outage.ended == float("inf") and any(at > position for at in healed):
+        last_recovery = max((match.start() for match in _HEALED.finditer(output)), default=-1)
+        for failure, outage in zip(failures, self.outages, strict=True):
+            if not outage.is_over and failure.start() < last_recovery:
                 outage.ended = now
-        self._looked = now
+        self._last_look = now
 
-    def _take_gauges(self) -> None:
-        found = processes.gauges(self._served)
-        for name, value in found.items():
+    def _look_at_metrics(self) -> None:
+        """Update the levels and the totals from the metrics page of the server."""
+        metrics = processes.gauges(self._served)
+        for name, value in metrics.items():
             if name in _LEVELS:
                 self._levels[name].append(value)
                 self.peaks[name] = max(self.peaks.get(name, 0.0), value)
             elif name.endswith(("_total", "_count")) or "_total " in name:
                 before = self._counters.get(name, 0.0)
-                # The counters of a restarted server begin at 0.
-                self.totals[name] += value - before if value >= before else value  # type: ignore[assignment]
-        self._counters = found or self._counters
+                has_restarted = value < before  # the counters of a new process begin at 0
+                self.totals[name] += value if has_restarted else value - before
+        self._counters = metrics or self._counters

@@ -23,15 +23,26 @@ from nereid_backend import Engine, EngineConfig, SamplingParams
 from loadtest import command_line
 
 _MODEL = Path(__file__).resolve().parents[2] / "demo" / "chat"
-_TOGETHER = 8
 _MIB = 2**20
+_BATCH_SIZE = 8
+_PROMPT_TOKENS = 24
+_NUM_WARM_UP_REQUESTS = 100
+_NUM_ROWS = 6
+_PARAMS = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0)
 
 
 def resident_mib() -> float:
     """Return the resident memory of this process in MiB, without the pages of files."""
     status = Path("/proc/self/status").read_text()
-    sizes = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE)
-    return sum(map(int, sizes)) / 1024
+    sizes_kib = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE)
+    return sum(map(int, sizes_kib)) / 1024
+
+
+def run_requests(engine: Engine, rng: random.Random, count: int) -> None:
+    """Run `count` requests with random prompts, in batches of 8."""
+    prompts = [[rng.randrange(5, 2000) for _ in range(_PROMPT_TOKENS)] for _ in range(count)]
+    for begin in range(0, count, _BATCH_SIZE):
+        engine.generate(prompts[begin : begin + _BATCH_SIZE], _PARAMS)
 
 
 def main() -> int:
@@ -41,35 +52,31 @@ def main() -> int:
     parser.add_argument("--kv-cache-mib", type=int, default=1024)
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
-    engine = Engine(
-        EngineConfig(
-            model=str(_MODEL),
-            kv_cache_memory=args.kv_cache_mib * _MIB,
-            enable_prefix_caching=args.prefix_caching,
-            num_threads=1,
-        ),
-        lambda _: None,
+    config = EngineConfig(
+        model=str(_MODEL),
+        kv_cache_memory=args.kv_cache_mib * _MIB,
+        enable_prefix_caching=args.prefix_caching,
+        num_threads=1,
     )
+    engine = Engine(config, lambda _: None)
     block_mib = args.kv_cache_mib / engine.info.num_blocks
     rng = random.Random(0)
-    params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0)
-
-    def run(count: int) -> None:
-        prompts = [[rng.randrange(5, 2000) for _ in range(24)] for _ in range(count)]
-        for begin in range(0, count, _TOGETHER):
-            engine.generate(prompts[begin : begin + _TOGETHER], params)
-
-    run(100)  # in this call, the libraries allocate their own memory
+    run_requests(engine, rng, _NUM_WARM_UP_REQUESTS)  # the libraries allocate their own memory
     ctypes.CDLL(None).malloc_trim(0)
-    start, used = resident_mib(), engine._parts.pool.num_cached
+    start_mib, start_blocks = resident_mib(), _num_cached_blocks(engine)
     print(f"{'requests':>8} {'memory':>10} {'growth':>10} {'of it in new blocks':>20}")
-    for part in range(6):
-        run(args.requests // 6)
+    num_requests = args.requests // _NUM_ROWS
+    for row in range(1, _NUM_ROWS + 1):
+        run_requests(engine, rng, num_requests)
         mib = resident_mib()
-        in_blocks = (engine._parts.pool.num_cached - used) * block_mib
-        done = (part + 1) * (args.requests // 6)
-        print(f"{done:8} {mib:6.0f} MiB {mib - start:6.0f} MiB {in_blocks:16.0f} MiB", flush=True)
+        blocks_mib = (_num_cached_blocks(engine) - start_blocks) * block_mib
+        growth = f"{mib:6.0f} MiB {mib - start_mib:6.0f} MiB {blocks_mib:16.0f} MiB"
+        print(f"{row * num_requests:8} {growth}", flush=True)
     return 0
+
+
+def _num_cached_blocks(engine: Engine) -> int:
+    return int(engine.sessions.statistics()["num_cached_blocks"])
 
 
 if __name__ == "__main__":

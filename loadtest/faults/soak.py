@@ -18,7 +18,6 @@ import asyncio
 import collections
 import itertools
 import random
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -27,9 +26,10 @@ from pathlib import Path
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
-from loadtest.client.traffic import Asker, Outcome, asks
-from loadtest.faults.fault_rows import Fault, recovered
-from loadtest.faults.leftovers import Rests
+from loadtest.client.reply import Reply
+from loadtest.client.traffic import Outcome, asks
+from loadtest.faults.fault_rows import Fault, Section, make_asker, recovered
+from loadtest.faults.leftovers import IdleChecks, stop
 from loadtest.faults.process_faults import FAULTS
 from loadtest.faults.server_watch import Watch
 from loadtest.faults.traffic_report import (
@@ -39,12 +39,15 @@ from loadtest.faults.traffic_report import (
     percentiles,
     process_table,
     server_side,
+    verdict,
 )
-from loadtest.server import processes
 from loadtest.server.served import Served
 
 _LATE_S = 5.0
-_AFTERMATH_S = 2.0
+_AFTERMATH_S = 2.0  # requests may still fail for this time after the service answers again
+_PAUSE_AFTER_ERROR_S = 0.2
+_MAX_GAPS = 50  # of each stream
+_POOLING_MODELS = {"embedding": "embed", "rerank": "rerank"}
 
 
 @dataclass
@@ -73,9 +76,15 @@ class InjectedFault:
         """Return whether the fault had an effect at some moment between `began` and `ended`."""
         return ended >= self.happened and began <= self.healed + _AFTERMATH_S
 
+    def take(self, outcome: Outcome) -> None:
+        """Count a request that failed because of this fault."""
+        self.num_hurt += 1
+        if outcome.reply.started < self.happened:
+            self.last_error_s = max(self.last_error_s, outcome.reply.ended - self.happened)
+
 
 @dataclass
-class Book:
+class Results:
     """The results of a soak test.
 
     Attributes:
@@ -87,7 +96,7 @@ class Book:
         gaps_s: the times between two chunks with text, in seconds.
     """
 
-    counts: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    counts: collections.Counter[tuple[str, ...]] = field(default_factory=collections.Counter)
     broken: list[str] = field(default_factory=list)
     injected: list[InjectedFault] = field(default_factory=list)
     unexplained: list[Outcome] = field(default_factory=list)
@@ -96,24 +105,31 @@ class Book:
 
     def take(self, outcome: Outcome) -> None:
         """Add one request to the results. An outcome that is not allowed is a failed check."""
-        kind = outcome.kind
-        self.counts[outcome.ask.kind, kind] += 1
-        reply = outcome.reply
-        if reply.times and outcome.ask.is_stream:
+        self.counts[outcome.ask.kind, outcome.kind] += 1
+        if outcome.ask.is_stream:
+            self._take_times(outcome.reply)
+        if outcome.kind in ("wrong", "hung"):
+            self.broken.append(_description(outcome))
+        elif outcome.kind not in ("ok", "cancelled"):
+            self._take_failure(outcome)
+
+    def _take_times(self, reply: Reply) -> None:
+        if reply.times:
             self.firsts_s.append(reply.times[0] - reply.started)
-            self.gaps_s += [b - a for a, b in itertools.pairwise(reply.times[:50])]
-        if kind in ("ok", "cancelled"):
-            return
-        injection = next((w for w in reversed(self.injected) if w.explains(outcome)), None)
-        if kind in ("wrong", "hung"):
-            self.broken.append(f"{outcome.ask.kind} was {kind}: {outcome.detail[:300]}")
-            return
-        if injection is None:
-            self.unexplained.append(outcome)
-            return
-        injection.num_hurt += 1
-        if reply.started < injection.happened:
-            injection.last_error_s = max(injection.last_error_s, reply.ended - injection.happened)
+            times = reply.times[:_MAX_GAPS]
+            self.gaps_s += [later - sooner for sooner, later in itertools.pairwise(times)]
+
+    def _take_failure(self, outcome: Outcome) -> None:
+        """Attribute a failed request to the latest fault that explains its failure."""
+        for injection in reversed(self.injected):
+            if injection.explains(outcome):
+                injection.take(outcome)
+                return
+        self.unexplained.append(outcome)
+
+
+def _description(outcome: Outcome) -> str:
+    return f"{outcome.ask.kind} was {outcome.kind}: {outcome.detail[:300]}"
 
 
 class Soak:
@@ -133,27 +149,28 @@ class Soak:
         self._pause_s = pause_s
         self._rng = rng
         self._num_users = num_users
-        self.book = Book()
-        url = f"http://127.0.0.1:{served.openai_port}"
-        self._asker = Asker(url, served.http_url)
-        self._asks = asks(rng, "chat", {"embedding": "embed", "rerank": "rerank"})
+        self._asker = make_asker(served)
+        self._asks = asks(rng, "chat", _POOLING_MODELS)
         self._expected: dict[str, str] = {}
-        self.rests = Rests(served, self._asker)
+        self.results = Results()
+        self.checks = IdleChecks(served, self._asker)
 
     async def run(self, minutes: float, faults: Sequence[Fault], every_s: float) -> None:
-        """Send traffic, inject a fault every `every_s` seconds, and check the idle server."""
+        """Send traffic, inject a fault every `every_s` seconds, and check the idle server.
+
+        The faults are injected in turn. If there are none, all rounds consist of traffic only.
+        """
         await self._learn()
         end = time.monotonic() + minutes * 60
-        turn = 0
         try:
-            await self._rest("at the start")
-            while time.monotonic() < end:
-                left_s = min(every_s, end - time.monotonic())
-                fault = faults[turn % len(faults)] if faults else None
-                turn += 1
-                await self._round(left_s, fault)
-                await self._rest(f"after {fault.name}" if fault else "after traffic")
-                print(f"{time.strftime('%H:%M:%S')} {self._line(fault)}", flush=True)
+            await self._check("at the start")
+            for fault in itertools.cycle(faults or [None]):
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    return
+                await self._round(min(every_s, left_s), fault)
+                await self._check(f"after {fault.name}" if fault else "after traffic")
+                print(f"{time.strftime('%H:%M:%S')} {self._progress(fault)}", flush=True)
         finally:
             await self._asker.close()
 
@@ -174,27 +191,29 @@ class Soak:
         users = [asyncio.create_task(self._user(stop)) for _ in range(self._num_users)]
         if fault is not None:
             await asyncio.sleep(seconds * self._rng.uniform(0.2, 0.4))
-            await self._hurt(fault)
+            await self._inject(fault)
         await asyncio.gather(*users)
 
-    async def _hurt(self, fault: Fault) -> None:
+    async def _inject(self, fault: Fault) -> None:
+        """Cause a fault, and wait until the language model and the pooling models answer again."""
         injection = InjectedFault(fault, time.monotonic())
-        self.book.injected.append(injection)
+        self.results.injected.append(injection)
         try:
             await fault.happen(self._served)
         except KeyError:
-            self.book.broken.append(f"{fault.name}: the process was not found")
+            self.results.broken.append(f"{fault.name}: the process was not found")
             return
-        took = await recovered(self._asker, self._asks[1], injection.happened)
-        if took is None:
-            self.book.broken.append(f"{fault.name}: the service did not recover")
+        text = next(ask for ask in self._asks if ask.kind == "whole chat")
+        if await recovered(self._asker, text, injection.happened) is None:
+            self.results.broken.append(f"{fault.name}: the service did not recover")
             return
-        pooled = [ask for ask in self._asks if ask.kind in ("embedding", "rerank")][:2]
-        for ask in pooled:
-            await recovered(self._asker, ask, injection.happened)
+        for kind in _POOLING_MODELS:
+            probe = next(ask for ask in self._asks if ask.kind == kind)
+            await recovered(self._asker, probe, injection.happened)
         injection.healed = time.monotonic()
 
     async def _user(self, stop: float) -> None:
+        """Send random requests until the time `stop`. Half of the requests are cancelled."""
         rng = random.Random(self._rng.random())
         while time.monotonic() < stop:
             ask = rng.choice(self._asks)
@@ -204,68 +223,70 @@ class Soak:
             elif ask.is_stream and rng.random() < 0.1:
                 ask = ask.read_slowly(rng.uniform(0.02, 0.2))
             outcome = await self._asker.ask(ask, expected)
-            self.book.take(outcome)
+            self.results.take(outcome)
             await asyncio.sleep(rng.uniform(0.0, 2 * self._pause_s))
             if outcome.kind not in ("ok", "cancelled"):
-                await asyncio.sleep(0.2)  # as a well-behaved client does after an error
+                # A well-behaved client does not send the next request at once after an error.
+                await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
 
-    async def _rest(self, when: str) -> None:
-        self.book.broken += await self.rests.check(when)
+    async def _check(self, when: str) -> None:
+        self.results.broken += await self.checks.check(when)
 
-    def _line(self, fault: Fault | None) -> str:
-        requests, num_failed = outcomes(self.book.counts), len(self.book.broken)
+    def _progress(self, fault: Fault | None) -> str:
+        requests, num_failed = outcomes(self.results.counts), len(self.results.broken)
         return f"{fault.name if fault else 'no fault'}: {requests}; {num_failed} failed checks"
 
 
-def report(soak: Soak, watch: Watch, title: str) -> str:
+def report(soak: Soak, watch: Watch, title: str) -> Section:
     """Return the report as one page of Markdown."""
-    book = soak.book
-    broken = [*book.broken, *_late(book), *_unplanned(book, watch), *growing(watch)]
-    parts = [
+    results = soak.results
+    broken = [*results.broken, *_late(results), *_unplanned(results, watch), *growing(watch)]
+    paragraphs = [
         f"## {title}",
-        f"**{f'{len(broken)} checks failed' if broken else 'no check failed'}**",
-        *(f"- {line}" for line in broken[:20]),
-        count_table("Requests", book.counts, 0),
-        percentiles("Time to the first text", book.firsts_s),
-        percentiles("Time between two chunks with text", book.gaps_s),
-        percentiles("Time until the server was idle", soak.rests.took_s),
+        *verdict(broken, max_lines=20),
+        count_table("Requests", results.counts, part=0),
+        percentiles("Time to the first text", results.firsts_s),
+        percentiles("Time between two chunks with text", results.gaps_s),
+        percentiles("Time until the server was idle", soak.checks.took_s),
         server_side(watch),
     ]
-    if book.injected:
-        parts.append(
-            table(["Fault", "Failed requests", "Last error", "Recovery"], _injection_rows(book))
-        )
-    parts.append(process_table(soak.rests, watch))
-    return "\n\n".join(parts) + "\n"
+    if results.injected:
+        head = ("Fault", "Failed requests", "Last error", "Recovery")
+        paragraphs.append(table(head, map(_injection_row, results.injected)))
+    paragraphs.append(process_table(soak.checks, watch))
+    return Section("\n\n".join(paragraphs), is_broken=bool(broken))
 
 
-def _late(book: Book) -> list[str]:
-    late = [injection for injection in book.injected if injection.last_error_s > _LATE_S]
-    return [f"{w.fault.name}: a request failed only after {w.last_error_s:.1f} s" for w in late]
-
-
-def _unplanned(book: Book, watch: Watch) -> list[str]:
-    """Return descriptions of outages without an injected fault, and of unexplained failures."""
-    outages = [
-        o for o in watch.outages if not any(w.meets(o.began, o.ended) for w in book.injected)
+def _late(results: Results) -> list[str]:
+    """Return descriptions of running requests that failed long after a fault."""
+    return [
+        f"{injection.fault.name}: a request failed only after {injection.last_error_s:.1f} s"
+        for injection in results.injected
+        if injection.last_error_s > _LATE_S
     ]
+
+
+def _unplanned(results: Results, watch: Watch) -> list[str]:
+    """Return descriptions of outages without an injected fault, and of unexplained failures."""
     broken = []
-    failed = book.unexplained
-    for outage in outages:
-        hurt = [one for one in failed if outage.explains(one.reply.started, one.reply.ended)]
-        failed = [one for one in failed if one not in hurt]
-        took = f"{len(hurt)} requests failed, and it recovered within {outage.seconds:.0f} s"
-        broken.append(f"the server failed without an injected fault ({outage.reason}): {took}")
-    return broken + [f"{one.ask.kind} was {one.kind}: {one.detail[:300]}" for one in failed]
+    unexplained = results.unexplained
+    for outage in watch.outages:
+        if any(injection.meets(outage.began, outage.ended) for injection in results.injected):
+            continue
+        others = [o for o in unexplained if not outage.explains(o.reply.started, o.reply.ended)]
+        num_failed = len(unexplained) - len(others)
+        unexplained = others
+        broken.append(
+            f"the server failed without an injected fault ({outage.reason}): {num_failed} requests "
+            f"failed, and it recovered within {outage.seconds:.0f} s"
+        )
+    return broken + [_description(outcome) for outcome in unexplained]
 
 
-def _injection_rows(book: Book) -> list[list[str]]:
-    rows = []
-    for injection in book.injected:
-        again = injection.healed - injection.happened
-        error = f"{injection.last_error_s:.1f} s" if injection.num_hurt else "-"
-        rows.append([injection.fault.name, str(injection.num_hurt), error, f"{again:.1f} s"])
-    return rows
+def _injection_row(injection: InjectedFault) -> list[str]:
+    recovery_s = injection.healed - injection.happened
+    last_error = f"{injection.last_error_s:.1f} s" if injection.num_hurt else "-"
+    return [injection.fault.name, str(injection.num_hurt), last_error, f"{recovery_s:.1f} s"]
 
 
 def main() -> int:
@@ -277,35 +298,23 @@ def main() -> int:
     add("--pause", type=float, default=0.0, metavar="S", help="mean pause between requests")
     add("--seed", type=int, default=0, help="seed of all random choices")
     add("--every", type=float, default=60.0, metavar="S", help="seconds between faults")
-    add(
-        "--faults",
-        default="all",
-        metavar="WORD",
-        help="`all`, `none`, or a word that the names of the faults must contain",
-    )
+    faults_help = "`all`, `none`, or a word that the names of the faults must contain"
+    add("--faults", default="all", metavar="WORD", help=faults_help)
     add("--model", type=Path, help="folder of the checkpoint (default: the demo)")
     add("--markdown", type=Path, help="also write the report to this file")
     args = parser.parse_args()
-    # SystemExit leaves the `with` block, which stops the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    faults = [f for f in FAULTS if args.faults == "all" or args.faults in f.name]
+    command_line.exit_on_sigterm()
+    faults = [fault for fault in FAULTS if args.faults == "all" or args.faults in fault.name]
     flags = ["--max-restarts=1000", "--restart-backoff=0", "--served-model-name=chat"]
-    rng = random.Random(args.seed)
     with Served(args.model, arguments=[*flags, "--log-level=warning"]) as served:
         with Watch(served) as watch:
-            soak = Soak(served, rng, args.users, args.pause)
+            soak = Soak(served, random.Random(args.seed), args.users, args.pause)
             asyncio.run(soak.run(args.minutes, faults, args.every))
-        if served.stop() != 0:
-            soak.book.broken.append(f"nereid serve did not end with exit code 0: {served.process}")
-        left = processes.shared_memory(served)
-    if left:
-        soak.book.broken.append(f"shared-memory files were not removed: {', '.join(left)}")
+        soak.results.broken += stop(served)
     title = f"{args.minutes:g} minutes, {args.users} users, seed {args.seed}"
-    page = report(soak, watch, title)
-    print(page)
-    if args.markdown:
-        args.markdown.write_text(page)
-    return int("**no check failed**" not in page)
+    section = report(soak, watch, title)
+    command_line.print_report(section.text, args.markdown)
+    return int(section.is_broken)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ _START_TIMEOUT_S = 480.0
 _STOP_TIMEOUT_S = 120.0
 _SECOND_SIGNAL_AFTER_S = 0.2
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+_ERROR_PREFIX = "nereid serve: "
 # Flags of a server without embedding model and reranker, which starts in half the time.
 ALONE = ("--embedding-model=none", "--rerank-model=none")
 _LIBC = ctypes.CDLL(None)
@@ -31,6 +32,19 @@ def free_ports(count: int) -> list[int]:
     for listener in sockets:
         listener.close()
     return ports
+
+
+def error_message(output: str) -> str | None:
+    """Return the message with which `nereid serve` refused to start, or None if there is none.
+
+    Example: the line `nereid serve: the port is in use` gives `"the port is in use"`.
+    """
+    lines = (
+        line.removeprefix(_ERROR_PREFIX)
+        for line in output.splitlines()
+        if line.startswith(_ERROR_PREFIX)
+    )
+    return next(lines, None)
 
 
 class Served:

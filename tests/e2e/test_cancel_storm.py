@@ -18,8 +18,8 @@ NUM_REQUESTS = 120
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Extend the time limits, because on a busy machine a server detects a lost client later."""
-    monkeypatch.setattr(leftovers, "_LIMIT_S", 60.0)
-    monkeypatch.setattr(leftovers, "_CLOSED_S", 30.0)
+    monkeypatch.setattr(leftovers, "_IDLE_LIMIT_S", 60.0)
+    monkeypatch.setattr(leftovers, "_CLOSED_LIMIT_S", 30.0)
 
 
 def run_storm(load):

@@ -66,11 +66,11 @@ def test_a_fault_fails_only_some_requests_and_the_server_recovers(serving, name,
     patient = dataclasses.replace(row, fault=dataclasses.replace(fault, limit_s=50.0))
     assert not patient.is_broken, row.cells()
     assert [role.split()[-1] for role in row.replaced] == EXPECTED[name], row.cells()
-    hurt = {outcome.ask.kind for outcome in row.hurt}
+    hurt = {outcome.ask.kind for outcome in row.failed}
     if name in ALONE:
         assert hurt == {ALONE[name]}, row.cells()
     else:
         assert bool(hurt) == (name not in HARMLESS), row.cells()
     other = "stream" if fault.role == "worker" else "embedding"
     assert other not in hurt, row.cells()
-    assert all(outcome.detail for outcome in row.hurt), row.cells()
+    assert all(outcome.detail for outcome in row.failed), row.cells()

@@ -65,7 +65,7 @@ def changed_header(rng, header):
 
 def changed(rng, data):
     """Return the bytes of a weight file with an error."""
-    header, tensors = broken_checkpoints.parts(data)
+    header, tensors = broken_checkpoints.split_file(data)
     how = rng.randrange(8)
     if how == 0:
         return data[: rng.choice((0, 1, 7, 8, 9, rng.randrange(len(data))))]
@@ -74,13 +74,15 @@ def changed(rng, data):
         return struct.pack("<Q", size) + data[8:]
     if how == 2:
         text = damaged(rng, json.dumps(header).encode())
-        return broken_checkpoints.joined(text, tensors)
+        return broken_checkpoints.join_file(text, tensors)
     if how == 3:
         junk = rng.choice((b"", b"[]", b"{}", b"[" * 100_000, b'{"a":' * 50_000, rng.randbytes(99)))
-        return broken_checkpoints.joined(junk, tensors)
+        return broken_checkpoints.join_file(junk, tensors)
     if how == 4:
-        return broken_checkpoints.joined(header, rng.choice((b"", tensors[:-4], tensors + b"more")))
-    return broken_checkpoints.joined(changed_header(rng, header), tensors)
+        return broken_checkpoints.join_file(
+            header, rng.choice((b"", tensors[:-4], tensors + b"more"))
+        )
+    return broken_checkpoints.join_file(changed_header(rng, header), tensors)
 
 
 @pytest.fixture

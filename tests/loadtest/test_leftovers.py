@@ -42,7 +42,7 @@ def check_around(served, paths, num_rests=1):
     async def run():
         url = f"http://127.0.0.1:{served.openai_port}"
         asker = Asker(url, url)
-        looks = leftovers.Rests(served, asker)
+        looks = leftovers.IdleChecks(served, asker)
         assert await looks.check("before") == []
         found = []
         for _ in range(num_rests):
@@ -56,8 +56,8 @@ def check_around(served, paths, num_rests=1):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(leftovers, "_CLOSED_S", 1.2)
-    monkeypatch.setattr(leftovers, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(leftovers, "_CLOSED_LIMIT_S", 1.2)
+    monkeypatch.setattr(leftovers, "_IDLE_LIMIT_S", 0.5)
 
 
 def test_connections_that_clients_keep_alive_are_not_a_leak(served):

@@ -20,9 +20,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _ROLES = {
     "nereid_backend.serving.executor.engine_process": "engine",
@@ -30,6 +30,16 @@ _ROLES = {
 }
 _FORK_SERVER = "nereid_backend.serving.process.forking.fork_server"
 _LOCK = threading.Lock()
+
+
+class _Failure(NamedTuple):
+    """A failure, such as "oom 2". The number is a count, or the token for the kind "nan"."""
+
+    kind: str
+    number: int
+
+
+_NO_FAILURE = _Failure("", 0)
 
 
 def _role() -> str | None:
@@ -42,57 +52,59 @@ def _role() -> str | None:
     return next((role for name, role in _ROLES.items() if name.endswith(f".{program}")), None)
 
 
-def _take(folder: Path, kinds: tuple[str, ...]) -> tuple[str, int] | None:
-    """Return the kind and the number of the next failure, and decrement the number in the file.
+def _next_failure(folder: Path, kinds: Container[str]) -> _Failure | None:
+    """Return the failure for this process, and decrement the count in its file.
 
     Return None if there is no file for the role of this process, or if its kind is not in `kinds`.
     """
     role = _role()
-    path = folder / role if role else None
-    if path is None or not path.exists():
+    if role is None:
         return None
+    path = folder / role
     with _LOCK:
         try:
-            kind, number = path.read_text().split()
-        except (OSError, ValueError):  # the file was deleted, or is being written
+            kind, text = path.read_text().split()
+        except (OSError, ValueError):  # there is no file, or the file is being written
             return None
         if kind not in kinds:
             return None
-        if kind != "nan":
-            if int(number) > 1:
-                path.write_text(f"{kind} {int(number) - 1}")
-            else:
-                path.unlink()
-    return kind, int(number)
+        number = int(text)
+        if kind != "nan" and number > 1:
+            path.write_text(f"{kind} {number - 1}")
+        elif kind != "nan":
+            path.unlink()
+    return _Failure(kind, number)
 
 
 def _patch_embedding(module: Any, folder: Path) -> None:  # noqa: ANN401 - torch's
+    """Let the lookup of embeddings fail in the ways "oom", "cuda", "hang" and "nan"."""
     import torch
 
     # The engine overrides `forward` of some embeddings, so all calls of embeddings are patched.
     original = module.Embedding.__call__
-
-    is_lost = False
+    is_device_lost = False
 
     def call(self: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's
-        nonlocal is_lost
-        fault = _take(folder, ("oom", "cuda", "hang", "nan"))
-        if fault is not None and fault[0] == "oom":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        is_lost |= fault is not None and fault[0] == "cuda"
-        if is_lost:
+        nonlocal is_device_lost
+        failure = _next_failure(folder, ("oom", "cuda", "hang", "nan")) or _NO_FAILURE
+        is_device_lost |= failure.kind == "cuda"
+        if is_device_lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        if fault is not None and fault[0] == "hang":
+        if failure.kind == "oom":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if failure.kind == "hang":
             time.sleep(3600)
-        found: torch.Tensor = original(self, ids)
-        if fault is not None and fault[0] == "nan":
-            found = found.masked_fill((ids == fault[1]).unsqueeze(-1), float("nan"))
-        return found
+        vectors: torch.Tensor = original(self, ids)
+        if failure.kind == "nan":
+            is_token = (ids == failure.number).unsqueeze(-1)
+            vectors = vectors.masked_fill(is_token, float("nan"))
+        return vectors
 
     module.Embedding.__call__ = call
 
 
 def _patch_matcher(module: Any, folder: Path) -> None:  # noqa: ANN401 - xgrammar's
+    """Let functions of the grammar library fail in the ways "mask" and "grammar"."""
     for kind, owner, name in (
         ("mask", module.BatchGrammarMatcher, "batch_fill_next_token_bitmask"),
         ("grammar", module.GrammarMatcher, "accept_token"),
@@ -101,8 +113,10 @@ def _patch_matcher(module: Any, folder: Path) -> None:  # noqa: ANN401 - xgramma
 
 
 def _failing(original: Callable[..., Any], kind: str, folder: Path) -> Callable[..., Any]:
+    """Return a function that raises an error on demand, and otherwise calls `original`."""
+
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - xgrammar's
-        if _take(folder, (kind,)) is not None:
+        if _next_failure(folder, (kind,)) is not None:
             raise RuntimeError("the matcher is in a state that it can't be in")
         return original(*args, **kwargs)
 

@@ -22,7 +22,7 @@ def checkpoint(tmp_path):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
-    (folder / "model.safetensors").write_bytes(broken_checkpoints.joined({}, b""))
+    (folder / "model.safetensors").write_bytes(broken_checkpoints.join_file({}, b""))
     return folder
 
 
@@ -103,12 +103,12 @@ def test_git_lfs_pointers_and_missing_files_of_a_sharded_checkpoint_are_named(ch
     (checkpoint / "model.safetensors").unlink()
     index = checkpoint / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
-    (checkpoint / "1.safetensors").write_bytes(broken_checkpoints.joined({}, b""))
+    (checkpoint / "1.safetensors").write_bytes(broken_checkpoints.join_file({}, b""))
     with pytest.raises(
         CliError, match=r"lacks 1 of 2 weight files. The first missing file is 2\.safetensors"
     ):
         checks.check_checkpoint(checkpoint)
-    (checkpoint / "2.safetensors").write_bytes(broken_checkpoints.joined({}, b""))
+    (checkpoint / "2.safetensors").write_bytes(broken_checkpoints.join_file({}, b""))
     checks.check_checkpoint(checkpoint)
     index.write_text('{"weight_map": []}')
     with pytest.raises(CliError, match="is damaged"):

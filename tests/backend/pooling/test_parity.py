@@ -31,6 +31,15 @@ def wanted_rows(folder, texts):
         ]
 
 
+def test_a_padding_token_in_a_text_has_the_position_that_transformers_gives_it(encoder_of):
+    folder = encoder_of("roberta")
+    texts = ["w1 <pad> w2 w3", "w4 w5 <pad> <pad> w6", "w7"]
+    embedder = Embedder(str(folder), pooling="mean", num_threads=1)
+    assert embedder.info.path == "packed"
+    wanted = np.stack([rows.mean(0) for rows in wanted_rows(folder, texts)])
+    np.testing.assert_allclose(embedder.encode(texts), wanted, rtol=0, atol=1e-4)
+
+
 # One family for each forward path, and the families with special attention.
 REPRESENTATIVE = (
     *("bert", "deberta-v2", "convbert, convolves along the row"),

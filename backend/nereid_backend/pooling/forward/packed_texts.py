@@ -123,11 +123,19 @@ class TokenBatch:
 
         The first token of each text has the position id `offset`. Example: the lens (2, 1) and the
         offset 5 return [5, 6, 5].
+
+        In models such as RoBERTa, the offset is the id of the padding token plus 1. If a text
+        contains the padding token, its position id is the id of the padding token, and the token is
+        not counted. Example: the lens (3,), the offset 2 and the token ids [7, 1, 9] return
+        [2, 1, 3].
         """
+        padding_id = offset - 1  # -1 is no token id
+        is_counted = (self.token_ids != padding_id).long()
+        counts = is_counted.cumsum(0)
         starts = torch.tensor(self.starts[:-1], device=self.token_ids.device)
         lens = torch.tensor(self.lens, device=self.token_ids.device)
-        first = starts.repeat_interleave(lens)
-        return torch.arange(len(self.token_ids), device=self.token_ids.device) - first + offset
+        counts_before_text = (counts - is_counted)[starts].repeat_interleave(lens)
+        return (counts - counts_before_text) * is_counted + padding_id
 
     def mask(self) -> Tensor:
         """Return the mask of a padded batch, bool [num_texts, longest]. False means padding."""

@@ -293,6 +293,9 @@ def _open_disk(
     if config.prefix_cache_disk is None:
         return None
     message = "The prefix cache on disk (prefix_cache_disk) is off, because"
+    if not config.enable_prefix_caching:
+        report(f"{message} the setting enable_prefix_caching is false.")
+        return None
     if cache is None:
         report(f"{message} {info.architecture} has no prefix cache.")
         return None

@@ -128,13 +128,14 @@ def test_a_folder_that_cannot_be_used_is_refused(saved, tmp_path):
         open_engine(saved("llama"), prefix_cache_disk=str(file))
 
 
-def test_a_model_without_a_prefix_cache_says_that_the_disk_is_off(saved, tmp_path, caplog):
+def test_the_disk_tells_that_a_setting_turned_the_prefix_cache_off(saved, tmp_path, caplog):
     caplog.set_level("INFO", logger="nereid_backend")
     engine = open_engine(
         saved("llama"), prefix_cache_disk=str(tmp_path), enable_prefix_caching=False
     )
     engine.close()
-    assert "The prefix cache on disk (prefix_cache_disk) is off, because" in caplog.text
+    reason = "because the setting enable_prefix_caching is false."
+    assert f"The prefix cache on disk (prefix_cache_disk) is off, {reason}" in caplog.text
 
 
 @pytest.mark.long

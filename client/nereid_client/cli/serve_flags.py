@@ -42,6 +42,8 @@ FRONTEND_FLAGS = {
     "--unread-timeout": ("unread_timeout_s", "S"),
     "--log-level": ("log_level", "LEVEL"),
 }
+# A smaller --max-process-memory would let every process be killed again and again.
+_SMALLEST_PROCESS_MEMORY = 64 * 2**20
 PORT_FLAGS = {
     "--http-port": (8000, "The port of the Triton server's HTTP endpoint."),
     "--grpc-port": (8001, "The port of the Triton server's gRPC endpoint."),
@@ -157,7 +159,7 @@ def _add_process_flags(server: "argparse._ArgumentGroup") -> None:
     )
     server.add_argument(
         "--max-process-memory",
-        type=_size,
+        type=_process_memory,
         default=0,
         metavar="SIZE",
         help="The largest memory of one process, such as 8GiB. A process that exceeds it for five "
@@ -206,6 +208,17 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"must be a number of bytes, such as 65536 or 8GiB, but it is {text!r}"
         ) from None
+
+
+def _process_memory(text: str) -> int:
+    """Convert the largest memory of a process to bytes. Reject a value that no process can keep."""
+    size = _size(text)
+    if 0 < size < _SMALLEST_PROCESS_MEMORY:
+        raise argparse.ArgumentTypeError(
+            f"must be at least 64MiB, such as 8GiB, because each process needs more, but it is "
+            f"{text!r}"
+        )
+    return size
 
 
 def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:

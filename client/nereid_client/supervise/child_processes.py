@@ -36,7 +36,8 @@ _MAX_KILL_S = 30.0
 """The longest wait after SIGKILL. A process that waits for a device driver ends only afterwards."""
 _NUM_ERROR_LINES = 5
 _NUM_LAST_LINES = 15
-_ERROR_LINE = re.compile(r"E\d{4} |error: ")
+# The line "PATH/tritonserver: unrecognized option '--x'" comes before hundreds of lines of usage.
+_ERROR_LINE = re.compile(r"E\d{4} |error: |.*tritonserver: ")
 _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
 # The Triton server logs a message with these words if a stub process has died, or if a stub process
 # has received no CPU time for a second.
@@ -225,7 +226,9 @@ def describe_exit_code(code: int) -> str:
     If a signal has killed the process, the code is the negative number of the signal.
     """
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        with contextlib.suppress(ValueError):  # most real-time signals have no name
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"was ended by the signal {-code}"
     return f"ended with exit code {code}"
 
 

@@ -518,6 +518,11 @@ def test_a_limit_of_memory_with_a_comma_is_refused(capsys):
     assert "must be a number of bytes" in capsys.readouterr().err
 
 
+def test_a_limit_of_memory_below_that_of_every_process_is_refused(capsys):
+    assert main(["serve", "--max-process-memory", "8"]) == 2
+    assert "must be at least 64MiB, such as 8GiB" in capsys.readouterr().err
+
+
 def test_keys_with_characters_beyond_latin_1_are_sent(capsys, monkeypatch):
     monkeypatch.setenv("NEREID_API_KEY", "ключ")
     with live_frontend(FakeBackend(), FakePooling(), api_key="ключ") as port:

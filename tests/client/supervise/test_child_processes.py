@@ -54,6 +54,17 @@ def test_an_abort_is_a_crash(start):
     assert program.has_crashed
 
 
+def test_a_signal_without_a_name_is_described_by_its_number(start):
+    program = ended(start("kill -35 $$"))
+    assert program.failure() == "tritonserver was ended by the signal 35"
+
+
+def test_the_reason_before_a_long_usage_text_is_an_error_line(start):
+    reason = "/x y/tritonserver: unrecognized option '--foo'"
+    program = ended(start(f'echo "{reason}"; seq 100; exit 1'))
+    assert list(program.child.error_lines) == [reason]
+
+
 def test_a_server_that_reports_a_dead_stub_and_ends_has_crashed(start):
     program = ended(start(f"echo '{STUB_DIED}'; exit 1"))
     assert program.failure() == "tritonserver ended with exit code 1"

@@ -89,6 +89,7 @@ def test_a_misspelt_field_of_an_object_is_found(objects):
         (["apiKeys.file=a", "gpu=1"], "additional properties 'gpu' not allowed"),
         (["apiKeys.file=a", "gpus=one"], "got string, want integer"),
         (["apiKeys.file=a", "settings.MAX_MODEL_LEN=1"], "MAX_MODEL_LEN"),
+        (["apiKeys.file=a", "settings.NEREID_OPENAI_PORT=9100"], "NEREID_OPENAI_PORT: the chart"),
     ],
 )
 def test_wrong_values_are_rejected(values, reason):
@@ -157,6 +158,33 @@ def test_the_pods_of_the_gpu_variant_have_gpus_and_are_replaced_one_after_the_ot
     assert container(objects)["resources"]["limits"]["nvidia.com/gpu"] == 2
     update = objects["Deployment"]["spec"]["strategy"]["rollingUpdate"]
     assert update == {"maxUnavailable": 1, "maxSurge": 0}
+
+
+def test_a_large_number_in_a_values_file_stays_an_integer(tmp_path):
+    values = {
+        "apiKeys": {"existingSecret": "keys"},
+        "drainTimeout": 1000000,
+        "gpus": 1,
+        "resources": {"limits": None},
+        "settings": {
+            "NEREID_MAX_WAITING_TOKENS": 4194304,
+            "NEREID_ENABLE_PREFIX_CACHING": False,
+            "NEREID_GPU_MEMORY_UTILIZATION": 0.85,
+            "NEREID_CHAT_TEMPLATE_KWARGS": '{"a": 1}',
+        },
+    }
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    command = [HELM, "template", "test", CHART, f"--values={file}"]
+    rendered = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    objects = {item["kind"]: item for item in yaml.safe_load_all(rendered)}
+    variables = {entry["name"]: entry["value"] for entry in container(objects)["env"]}
+    assert variables["NEREID_MAX_WAITING_TOKENS"] == "4194304"
+    assert variables["NEREID_ENABLE_PREFIX_CACHING"] == "false"
+    assert variables["NEREID_GPU_MEMORY_UTILIZATION"] == "0.85"
+    assert variables["NEREID_CHAT_TEMPLATE_KWARGS"] == '{"a": 1}'
+    assert container(objects)["args"] == ["--drain-timeout", "1000000"]
+    assert container(objects)["resources"]["limits"] == {"nvidia.com/gpu": 1}
 
 
 @pytest.fixture(scope="module")

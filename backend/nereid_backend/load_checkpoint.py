@@ -26,6 +26,7 @@ from nereid_backend.checkpoints.load_model import (
     takes_attention_by_name,
 )
 from nereid_backend.checkpoints.safetensors_files import (
+    ADAPTER_CONFIG_FILE,
     check_read_permission,
     describe_adapter,
     open_tensors,
@@ -197,7 +198,7 @@ def check_files(folder: Path) -> None:
             f"{folder} is not a folder. Set model to the folder of a Hugging Face checkpoint."
         )
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
+        if (folder / ADAPTER_CONFIG_FILE).is_file():
             raise ModelError(describe_adapter(folder))
         remedy = "Set model to the folder of a Hugging Face checkpoint."
         gguf_file = next(iter(sorted(folder.glob("*.gguf"))), None)

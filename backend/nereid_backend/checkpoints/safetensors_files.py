@@ -19,7 +19,8 @@ from nereid_backend.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 USUAL_FILE = "model.safetensors"
-# The weights of a LoRA adapter. Some programs write them beside the files of the model.
+# The files of a LoRA adapter. Some programs write them beside the files of the model.
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 _ADAPTER_FILE = "adapter_model.safetensors"
 # The program that converts pickle files to safetensors files in the same folder. Its arguments are
 # the pickle files. With weights_only=True, torch runs no code of the files. The copies are

@@ -7,17 +7,26 @@ dict is read and dequantised when transformers needs it.
 
 import copy
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import is_peft_available
 
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.quantised_tensors import lazy_weights, quantisation_settings
-from nereid_backend.checkpoints.safetensors_files import INDEX, USUAL_FILE, open_tensors
+from nereid_backend.checkpoints.safetensors_files import (
+    ADAPTER_CONFIG_FILE,
+    INDEX,
+    USUAL_FILE,
+    open_tensors,
+)
 from nereid_backend.errors import ModelError, first_line
+
+logger = logging.getLogger(__name__)
 
 
 def weight_arguments(
@@ -44,6 +53,13 @@ def weight_arguments(
     gguf_link = folder / GGUF_LINK
     if gguf_link.is_file():
         return _arguments_with_weights(config, _gguf_weights(gguf_link, config, dtype))
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        logger.warning(
+            "%s also contains an adapter, which is not applied to the model. To apply it, merge it "
+            "into the model, or set lora_adapters to name=%s.",
+            folder,
+            folder,
+        )
     settings = quantisation_settings(config)
     if settings is None and _can_transformers_read(folder) and not as_dict:
         return {
@@ -59,8 +75,11 @@ def _can_transformers_read(folder: Path) -> bool:
     """Return whether transformers can read the weight files of an unquantised checkpoint.
 
     The files must have the usual names. transformers also requires the field `metadata` of an
-    index, which some programs do not write.
+    index, which some programs do not write. If the library PEFT is installed, transformers would
+    apply an adapter in the folder to the model.
     """
+    if (folder / ADAPTER_CONFIG_FILE).is_file() and is_peft_available():
+        return False
     if (folder / USUAL_FILE).is_file():
         return True
     index = folder / INDEX

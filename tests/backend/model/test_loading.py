@@ -12,6 +12,7 @@ from backend.exactness import PARAMS, open_engine
 from nereid_backend import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.attention.transformers_hook import AttentionHook
+from nereid_backend.checkpoints import weight_arguments
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.load_checkpoint import check_files, load_checkpoint
 from nereid_backend.model.forward_path.length_limits import model_limit
@@ -62,6 +63,19 @@ def test_a_checkpoint_without_safetensors_says_how_to_get_them(copy):
     (copy / "pytorch_model.bin").touch()
     with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pickle file.*this command"):
         open_engine(copy)
+
+
+@pytest.mark.parametrize("has_peft", [False, True])
+def test_an_adapter_beside_the_model_is_reported_and_never_applied_to_the_model(
+    has_peft, copy, caplog, monkeypatch
+):
+    monkeypatch.setattr(weight_arguments, "is_peft_available", lambda: has_peft)
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    config = AutoConfig.from_pretrained(copy)
+    arguments = weight_arguments.weight_arguments(copy, config, torch.float32)
+    # If PEFT is installed, transformers would apply an adapter in a folder.
+    assert (arguments["pretrained_model_name_or_path"] is None) == has_peft
+    assert "copy also contains an adapter, which is not applied" in caplog.text
 
 
 def test_a_folder_with_only_the_weights_of_an_adapter_is_called_an_adapter(copy):

@@ -26,22 +26,30 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from loadtest import command_line
-from loadtest.bench.bench_tables import comparison_table
-from loadtest.bench.contestants import CONTESTANTS, run_contestant
+from loadtest.bench.contestants import CONTESTANTS, is_nereid, run_contestant
 from loadtest.bench.machine import MachineLimits, measure_limits, processor_name
+from loadtest.bench.markdown_table import table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
 from loadtest.command_line import Option
 from loadtest.peers.json_programs import Report
 from loadtest.peers.workload import Workload
 
 _DEFAULT_CONTESTANTS = ["nereid", "nereid compiled", "generate", "generate_batch", "llama.cpp"]
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# The label of each row about memory, and the key of the number of bytes in a report.
+_MEMORY_ROWS = {
+    "peak memory, MiB": "peak_bytes",
+    "weights, MiB": "weights_bytes",
+    "KV cache of 1,000 tokens, MiB": "cache_bytes_per_1000_tokens",
+}
 
 _OPTIONS = {
     "--shapes": Option(["demo", "0.1b"], "shapes of the model", SHAPES),
@@ -90,11 +98,8 @@ def introduction(args: argparse.Namespace, limits: MachineLimits) -> str:
 def run_rounds(path: Path, shape: str, context: int, args: argparse.Namespace) -> dict[str, Report]:
     """Return the median results of each engine, or {"error": ...} for an engine that failed.
 
-    Args:
-        path: the folder of the checkpoint.
-        shape: the shape of the model, a key of SHAPES.
-        context: the number of tokens of each prompt in the measurements of decode.
-        args: the command line.
+    The checkpoint in the folder `path` has a shape of SHAPES. In the measurements of decode, each
+    prompt has `context` tokens.
     """
     workload = Workload(
         dtype=args.dtype,
@@ -133,6 +138,57 @@ def median_report(reports: Sequence[Report]) -> Report:
         is_nested = isinstance(value, dict)
         medians[key] = median_report(values) if is_nested else statistics.median(values)
     return medians
+
+
+def comparison_table(
+    reports: Mapping[str, Report],
+    num_parameters: int,
+    limits: MachineLimits,
+    args: argparse.Namespace,
+) -> str:
+    """Return a Markdown table with one row for each measurement and one column for each engine.
+
+    Error messages of engines that failed are below the table.
+    """
+    rows = []
+    for length in args.prefill:
+        limit = limits.matmul_flops / (2 * num_parameters)
+        rows.append(speed_row(f"prefill {length}", reports, "prefill", length, limit))
+    for size in args.decode:
+        # Every step reads all weights once. The keys and values that a step also reads are not
+        # counted.
+        weights_bytes = num_parameters * _ITEM_BYTES[args.dtype]
+        limit = limits.read_bytes_per_s / weights_bytes * size
+        rows.append(speed_row(f"decode, batch {size}", reports, "decode", size, limit))
+    rows += [memory_row(label, reports, key) for label, key in _MEMORY_ROWS.items()]
+    head = ["", *reports, "fastest Nereid / fastest other", "share of the limit"]
+    errors = [f"{name}: {report['error']}" for name, report in reports.items() if "error" in report]
+    return "\n\n".join([table(head, rows), *errors]) + "\n"
+
+
+def speed_row(
+    label: str, reports: Mapping[str, Report], kind: str, size: int, limit: float
+) -> list[str]:
+    """Return a row with the tokens/s of each engine.
+
+    The last two cells contain the speed of the fastest Nereid engine, divided by the speed of the
+    fastest other engine and by `limit`, the speed at which the machine could do the same work.
+    `kind` is "prefill" or "decode", and `size` is the length of the prompt or the batch size.
+    """
+    speeds = {name: report.get(kind, {}).get(str(size), 0.0) for name, report in reports.items()}
+    nereid = max((speeds[name] for name in speeds if is_nereid(name)), default=0.0)
+    other = max((speeds[name] for name in speeds if not is_nereid(name)), default=0.0)
+    cells = [f"{speed:,.0f}" if speed else "-" for speed in speeds.values()]
+    ratio = f"{nereid / other:.2f}" if nereid and other else "-"
+    share = f"{nereid / limit:.0%}" if nereid else "-"
+    return [label, *cells, ratio, share]
+
+
+def memory_row(label: str, reports: Mapping[str, Report], key: str) -> list[str]:
+    """Return a row with the MiB of memory that the value `key` of each report contains."""
+    sizes = [report.get(key) for report in reports.values()]
+    cells = ["-" if size is None else f"{size / 2**20:.1f}" for size in sizes]
+    return [label, *cells, "", ""]
 
 
 if __name__ == "__main__":

@@ -136,12 +136,7 @@ def decode_speed(
 ) -> float:
     """Measure decode steps that contain all requests. Return the tokens per second of CPU time.
 
-    Args:
-        engine: the engine.
-        rng: the source of random prompts.
-        adapters: the names of the adapters. The requests use the adapters in turn. "" means no
-            adapter.
-        args: the command line.
+    The requests use the adapters in turn. The name "" means no adapter.
     """
     for number, adapter in zip(range(args.batch), itertools.cycle(adapters), strict=False):
         params = SamplingParams(

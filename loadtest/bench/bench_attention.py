@@ -161,7 +161,7 @@ def layer_seconds(cache_type: type[KVCache], shape: DecodeShape, repeat: int) ->
     def step() -> None:
         forward = PagedForward(cache, attention)
         for _ in range(num_layers):
-            forward(module, query, key, key)
+            forward(module, query, key, value=key)
 
     return median_seconds(step, repeat) / num_layers
 

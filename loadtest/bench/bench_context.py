@@ -116,18 +116,23 @@ def measure(engine: Engine, length: int) -> Measurement:
     blocks_before = engine.stats().kv_cache_blocks_used
     params = SamplingParams(max_tokens=_NUM_LATER_TOKENS, ignore_eos=True, temperature=0)
     engine.add_request(_LONG, prompt, params)
-    times, num_missed = [], 0
+    prefill = []
     for step in timed_steps(engine, time.process_time):
-        answered = {update.request_id for update in step.updates}
-        times.append(step.seconds)
-        num_missed += _OTHER not in answered
-        if _LONG in answered:
+        prefill.append(step)
+        if step.has_token_of(_LONG):
             break
     num_blocks = engine.stats().kv_cache_blocks_used - blocks_before
     engine.abort(_OTHER)
     engine.step()
-    decode_s = statistics.mean(step.seconds for step in timed_steps(engine, time.process_time))
-    return Measurement(length, sum(times), max(times), decode_s, num_blocks, num_missed)
+    decode = timed_steps(engine, time.process_time)
+    return Measurement(
+        num_tokens=length,
+        prefill_s=sum(step.seconds for step in prefill),
+        chunk_s=max(step.seconds for step in prefill),
+        decode_s=statistics.mean(step.seconds for step in decode),
+        num_blocks=num_blocks,
+        num_missed=sum(not step.has_token_of(_OTHER) for step in prefill),
+    )
 
 
 def report(measurements: Sequence[Measurement], block_bytes: float) -> str:

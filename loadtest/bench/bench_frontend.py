@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
@@ -79,8 +79,8 @@ class Replay(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
         """Send the responses of a stream. The last one has a finish reason."""
-        delta = _response("delta", json.dumps(_DELTA).encode())
-        last = _response("delta", json.dumps({**_DELTA, "finish_reason": "stop"}).encode())
+        delta = _delta_response(_DELTA)
+        last = _delta_response({**_DELTA, "finish_reason": "stop"})
         async for _ in requests:
             for _ in range(self._num_responses - 1):
                 yield delta
@@ -88,11 +88,16 @@ class Replay(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield last
 
 
-def _response(name: str, content: bytes) -> Any:  # noqa: ANN401 - a protobuf message
-    """Return a response of the Triton server with one BYTES tensor of one element."""
+def _delta_response(delta: Mapping[str, object]) -> Any:  # noqa: ANN401 - a protobuf message
+    """Return a response with one delta. Its length precedes it, as in each tensor of texts."""
+    content = json.dumps(delta).encode()
+    return _response("delta", len(content).to_bytes(4, "little") + content)
+
+
+def _response(name: str, raw: bytes) -> Any:  # noqa: ANN401 - a protobuf message
+    """Return a response of the Triton server with one tensor of one element."""
     response = service_pb2.ModelStreamInferResponse()
     response.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
-    raw = content if name == "envelope" else len(content).to_bytes(4, "little") + content
     response.infer_response.raw_output_contents.append(raw)
     return response
 
@@ -199,16 +204,17 @@ async def _measure(layer: Layer, num_streams: int) -> float:
 async def _run(args: argparse.Namespace, grpc_port: int) -> None:
     """Measure all layers, and print a table."""
     url = f"127.0.0.1:{grpc_port}"
-    times: dict[str, list[float]] = defaultdict(list)
+    response_us: dict[str, list[float]] = defaultdict(list)
     async with _whole_frontend(url) as frontend:
         layers = [*_layers_in_process(url), frontend]
         for _ in range(args.rounds):
             for layer in layers:
                 cpu_s = await _measure(layer, args.streams)
-                times[layer.name].append(cpu_s / (args.streams * args.responses) * 1e6)
+                num_responses = args.streams * args.responses
+                response_us[layer.name].append(cpu_s / num_responses * 1e6)
     rows = [
         [name, f"{statistics.median(costs):.0f}", f"{min(costs):.0f} to {max(costs):.0f}"]
-        for name, costs in times.items()
+        for name, costs in response_us.items()
     ]
     print(table(["layer", "CPU time of a response, µs", "range"], rows))
 

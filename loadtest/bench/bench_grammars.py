@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
+from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
 from nereid_backend.grammar.vocabulary import Vocabulary, load_vocabulary
+from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
 
 from loadtest import command_line
 from loadtest.bench.bench_grammar_engine import SCHEMA, bench_engine, tool_tag
@@ -27,8 +29,9 @@ from loadtest.bench.timing import call_times, seconds_of
 from loadtest.command_line import Option
 
 DEMO = Path(__file__).parents[2] / "demo" / "chat"
+# The size of the random vocabulary.
 LARGE = 151_646
-BATCH = 64
+BATCH_SIZE = 64
 _NUM_WALKED_TOKENS = 60
 _PARTS = ["compile", "engine"]
 
@@ -74,12 +77,9 @@ def random_word(rng: random.Random) -> str:
 
 def backends(vocabulary: Vocabulary) -> dict[str, GrammarBackend]:
     """Return a backend of each grammar library for one vocabulary, by the library's name."""
-    from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
-    from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
-
     eos_token_ids = (vocabulary.size - 1,)
     return {
-        "xgrammar": XGrammarBackend(vocabulary, eos_token_ids, 2),
+        "xgrammar": XGrammarBackend(vocabulary, eos_token_ids, num_threads=2),
         "llguidance": LLGuidanceBackend(vocabulary, eos_token_ids),
     }
 
@@ -131,9 +131,8 @@ def compile_rows(vocabularies: Iterable[Vocabulary]) -> Iterator[list[str]]:
     for vocabulary in vocabularies:
         rng = random.Random(1)
         for library, backend in backends(vocabulary).items():
-            for case in cases():
-                if case.library == library:
-                    yield compile_row(case, backend, vocabulary, rng)
+            for case in [case for case in cases() if case.library == library]:
+                yield compile_row(case, backend, vocabulary, rng)
 
 
 def compile_row(
@@ -170,8 +169,8 @@ def walk(compiled: Compiled, vocabulary: Vocabulary, rng: random.Random) -> Iter
 
 
 def fill_batch(compiled: Compiled, vocab_size: int) -> None:
-    """Start BATCH sequences, and fill one mask for each of them, one after another."""
-    masks = empty_masks(BATCH, vocab_size)
+    """Start BATCH_SIZE sequences, and fill one mask for each of them, one after another."""
+    masks = empty_masks(BATCH_SIZE, vocab_size)
     matchers = [compiled.matcher() for _ in masks]
     for mask, matcher in zip(masks, matchers, strict=True):
         matcher.fill(mask)
@@ -189,7 +188,7 @@ def main() -> None:
         vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         vocabularies = (load_vocabulary(args.model, vocab_size), random_vocabulary(LARGE))
         head = ["vocabulary", "library", "grammar", "compile ms", "median mask ms"]
-        head += ["longest mask ms", f"{BATCH} masks ms"]
+        head += ["longest mask ms", f"{BATCH_SIZE} masks ms"]
         print_table(head, compile_rows(vocabularies))
     if "engine" in args.parts:
         bench_engine(args.model)

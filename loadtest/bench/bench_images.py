@@ -96,14 +96,10 @@ class Workloads:
 
 
 class Client:
-    """Sends chat completions to one server.
-
-    Args:
-        port: the port of the server's OpenAI API.
-        num_tokens: the number of tokens of each answer.
-    """
+    """Sends chat completions to one server."""
 
     def __init__(self, port: int, num_tokens: int) -> None:
+        """Store the port of the server's OpenAI API, and the number of tokens of each answer."""
         self._port = port
         self._num_tokens = num_tokens
 

@@ -15,17 +15,18 @@ the file. The columns of the table are:
 The program needs Linux, because it reads /proc.
 """
 
+import argparse
 import base64
 import io
 import os
 import struct
-import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 from nereid_backend import RequestError
 from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
 from nereid_backend.vision.load_processor import load_processor
@@ -34,13 +35,13 @@ from transformers import AutoConfig
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
+from loadtest.bench.process_memory import status_bytes
 from loadtest.command_line import Option
 
 SEE = Path(__file__).resolve().parents[2] / "demo" / "see"
 _WORKER = "nereid_backend.vision.image_worker"
 # The value that resets VmHWM when it is written to /proc/PID/clear_refs.
 _RESET_PEAK = "5"
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Encode = Callable[[Image.Image], bytes]
 
@@ -172,17 +173,18 @@ class Worker:
     def measure(self, data: bytes) -> Figures:
         """Send one image file to the process, and return the figures."""
         child = self._new_child()
-        worker_before, child_before = _reset_peak_mb(self._pid), _reset_peak_mb(child)
+        worker_before, child_before = _reset_peak(self._pid), _reset_peak(child)
         cpu_before = _cpu_s(self._pid) + _cpu_s(child)
         num_bytes = self._ask(data)
         has_child = child in _children(self._pid)
         # If the child has ended, the CPU time of the worker contains the CPU time of the child.
         cpu_after = _cpu_s(self._pid) + (_cpu_s(child) if has_child else 0.0)
+        child_growth = status_bytes(child, "VmHWM") - child_before if has_child else None
         return Figures(
             status=400 if num_bytes is None else 200,
             cpu_s=cpu_after - cpu_before,
-            child_mb=_memory_mb(child, "VmHWM") - child_before if has_child else None,
-            worker_mb=_memory_mb(self._pid, "VmHWM") - worker_before,
+            child_mb=None if child_growth is None else child_growth / 1e6,
+            worker_mb=(status_bytes(self._pid, "VmHWM") - worker_before) / 1e6,
             output_mb=(num_bytes or 0) / 1e6,
         )
 
@@ -212,79 +214,50 @@ class Worker:
 
 def _children(pid: int) -> set[int]:
     """Return the ids of the child processes of a process."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
+    return {child.pid for child in psutil.Process(pid).children()}
 
 
 def _cpu_s(pid: int) -> float:
     """Return the CPU time in seconds of a process and of its children that have ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-    # The fields 14 to 17 of the file are utime, stime, cutime and cstime. `fields` begins with the
-    # third field.
-    return sum(map(int, fields[11:15])) / _TICKS_PER_S
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
-def _reset_peak_mb(pid: int) -> float:
-    """Reset the peak memory of a process to its memory now, and return this memory in MB."""
+def _reset_peak(pid: int) -> int:
+    """Reset the peak memory of a process to its memory now, and return this memory in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK, "ascii")
-    return _memory_mb(pid, "VmRSS")
-
-
-def _memory_mb(pid: int, name: str) -> float:
-    """Return a value in MB of the file /proc/PID/status, such as "VmRSS"."""
-    for line in Path(f"/proc/{pid}/status").read_text("utf-8").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError(f"/proc/{pid}/status has no {name}")
-
-
-@dataclass(frozen=True)
-class ImageFile:
-    """An image file that is measured."""
-
-    kind: str  # a key of _KINDS
-    size: str  # the width and the height of the image, such as "4000x4000"
-    path: Path
+    return status_bytes(pid, "VmRSS")
 
 
 def main() -> None:
     """Measure the files, and print one table for each checkpoint."""
     args = command_line.parse(__doc__, _OPTIONS)
     head = ["kind", "size", "file, MB", "answer", "CPU, s", "child, MB", "worker, MB", "output, MB"]
-    with tempfile.TemporaryDirectory() as folder:
-        files = _write_files(args.size, args.kind, Path(folder))
-        for model in args.model:
-            print(f"\n{model.name}\n")
-            worker = Worker(model)
-            try:
-                print_table(head, (_row(worker, file, args.rounds) for file in files))
-            finally:
-                worker.close()
+    for model in args.model:
+        print(f"\n{model.name}\n")
+        worker = Worker(model)
+        try:
+            print_table(head, _rows(worker, args))
+        finally:
+            worker.close()
 
 
-def _write_files(sizes: list[str], kinds: list[str], folder: Path) -> list[ImageFile]:
-    """Write an image file for each size and each kind."""
-    files: list[ImageFile] = []
-    for size in sizes:
+def _rows(worker: Worker, args: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield the row of the table for each size and each kind of file."""
+    for size in args.size:
         width, height = map(int, size.split("x"))
         image = picture(width, height)
-        for kind in kinds:
-            path = folder / str(len(files))
-            path.write_bytes(_KINDS[kind](image))
-            files.append(ImageFile(kind, size, path))
-    return files
+        for kind in args.kind:
+            file = _KINDS[kind](image)
+            rounds = [worker.measure(file) for _ in range(args.rounds)]
+            yield [kind, size, f"{len(file) / 1e6:.1f}", *_cells(rounds)]
 
 
-def _row(worker: Worker, file: ImageFile, num_rounds: int) -> list[str]:
-    """Measure one file, and return its row of the table."""
-    content = file.path.read_bytes()
-    rounds = [worker.measure(content) for _ in range(num_rounds)]
+def _cells(rounds: list[Figures]) -> list[str]:
+    """Return the cells with the shortest time and the largest memory of all rounds."""
     fastest = min(rounds, key=lambda figures: figures.cpu_s)
     child_sizes = [figures.child_mb for figures in rounds if figures.child_mb is not None]
     return [
-        file.kind,
-        file.size,
-        f"{len(content) / 1e6:.1f}",
         str(fastest.status),
         f"{fastest.cpu_s:.2f}",
         f"{max(child_sizes):.0f}" if child_sizes else "",

@@ -45,7 +45,7 @@ _OPTIONS = {
     "--cpu-time": Option(False, "measure the CPU time of the process"),
 }
 
-# Computes a layer. The argument maps a number of inputs to a matrix with so many columns.
+# Computes a layer. The argument contains a matrix for each number of inputs.
 Layer = Callable[[dict[int, Tensor]], object]
 
 
@@ -63,7 +63,7 @@ class Contestant(NamedTuple):
 
 
 def layers(make_layer: Callable[[Tensor], Layer], dtype: torch.dtype) -> list[Layer]:
-    """Return layers with random weights, each [outputs, inputs], of all sizes and blocks."""
+    """Return the layers of all blocks. `make_layer` gets random weights, [outputs, inputs]."""
     return [
         make_layer((torch.randn(outputs, inputs) / math.sqrt(1024)).to(dtype))
         for inputs, outputs in SIZES * NUM_BLOCKS

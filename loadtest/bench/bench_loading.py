@@ -10,7 +10,6 @@ millisecond. The memory before loading, which the imports need, is subtracted.
 """
 
 import os
-import re
 import select
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
+from loadtest.bench.process_memory import status_bytes
 from loadtest.bench.random_models import SHAPES, make_checkpoint
 from loadtest.command_line import Option
 
@@ -91,26 +91,18 @@ def measure(folder: Path, kind: str) -> LoadedMemory:
     assert child.stdout is not None
     try:
         child.stdout.readline()  # "ready"
-        before = peak = anonymous_bytes(child.pid)
+        before = peak = status_bytes(child.pid, "RssAnon")
         print("load", file=child.stdin, flush=True)
         while not select.select([child.stdout], [], [], _INTERVAL_S)[0]:
-            peak = max(peak, anonymous_bytes(child.pid))
+            peak = max(peak, status_bytes(child.pid, "RssAnon"))
         if "loaded" not in child.stdout.readline():
             raise RuntimeError(f"the model {folder.name} could not be loaded")
-        final = anonymous_bytes(child.pid)
+        final = status_bytes(child.pid, "RssAnon")
         print("end", file=child.stdin, flush=True)
         child.wait(60)
     finally:
         child.kill()
     return LoadedMemory(peak - before, final - before)
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Return the resident anonymous memory of a process in bytes."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    match = re.search(r"RssAnon:\s+(\d+) kB", status)
-    assert match is not None
-    return int(match[1]) * 1024
 
 
 if __name__ == "__main__":

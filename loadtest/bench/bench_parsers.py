@@ -138,11 +138,7 @@ def check(fmt: Format, text: str, size: int) -> None:
 def character_us(message: Message, size: int, chunk: int, num_runs: int) -> float:
     """Return the microseconds of parsing one character of a message, in the best of the runs.
 
-    Args:
-        message: the message.
-        size: the number of characters of the long text.
-        chunk: the number of characters that the parser gets at a time.
-        num_runs: the number of runs.
+    The long text has `size` characters. The parser gets `chunk` characters at a time.
     """
     fmt = get_format(message.format_name)
     text = message.with_text(size)

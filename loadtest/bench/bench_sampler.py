@@ -31,6 +31,7 @@ from loadtest.bench.markdown_table import print_table
 from loadtest.command_line import Option
 
 _NUM_WARM_UPS = 2
+_NO_LIMIT = 10**9
 
 _OPTIONS = {
     "--batches": Option([1, 16, 64], "batch sizes"),
@@ -74,7 +75,7 @@ class Batch:
         self._requests = []
         for row in range(size):
             prompt = rng.integers(0, vocab_size, prompt_length).tolist()
-            sequence = Sequence("r", prompt, params, max_total_tokens=10**9, seed=row)
+            sequence = Sequence("r", prompt, params, max_total_tokens=_NO_LIMIT, seed=row)
             sequence.row = row
             self._requests.append(sequence)
         if case.has_masks:
@@ -115,20 +116,17 @@ def random_logits(batch_size: int, vocab_size: int, *, has_peaks: bool, seed: in
 
 def measure(batch_size: int, vocab_size: int, args: argparse.Namespace) -> dict[str, float]:
     """Return the median microseconds of a step for each case."""
-    # The logits change from step to step, as those of a model do.
-    logits = {
-        has_peaks: [
-            random_logits(batch_size, vocab_size, has_peaks=has_peaks, seed=seed) for seed in seeds
-        ]
-        for has_peaks, seeds in ((True, (0, 1)), (False, (2, 3)))
-    }
+    # The logits alternate, because those of a model change from step to step.
+    peaked = [random_logits(batch_size, vocab_size, has_peaks=True, seed=seed) for seed in (0, 1)]
+    flat = [random_logits(batch_size, vocab_size, has_peaks=False, seed=seed) for seed in (2, 3)]
     batches = {
         name: Batch(case, batch_size, vocab_size, args.text_len) for name, case in CASES.items()
     }
     spent_us: dict[str, list[float]] = {name: [] for name in CASES}
     for number in range(_NUM_WARM_UPS + args.repeat):
         for name, batch in batches.items():
-            spent_us[name].append(batch.sample(logits[CASES[name].has_peaks][number % 2]))
+            logits = peaked if CASES[name].has_peaks else flat
+            spent_us[name].append(batch.sample(logits[number % 2]))
     return {name: statistics.median(times[_NUM_WARM_UPS:]) for name, times in spent_us.items()}
 
 

@@ -59,17 +59,11 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Round:
-    """The figures of the engine in process and of one endpoint, measured one after the other.
-
-    Attributes:
-        in_process: the figures of the engine in process.
-        through: the figures of the endpoint.
-        cpu_s: the CPU seconds of each process while the endpoint was measured.
-    """
+    """The speeds of the engine in process and of one endpoint, measured one after the other."""
 
     in_process: Speed
-    through: Speed
-    cpu_s: Mapping[str, float]
+    through: Speed  # the speed of the endpoint
+    cpu_s: Mapping[str, float]  # the CPU seconds of each process while the endpoint was measured
 
     @property
     def ratio(self) -> float:
@@ -136,14 +130,9 @@ async def _ask(
 async def measure_endpoint(
     endpoint: str, served: Served, prompts: Prompts, max_tokens: int, concurrency: int
 ) -> Speed:
-    """Send all prompts to one endpoint.
+    """Send all prompts to an endpoint, at most `concurrency` at a time, and return the speed.
 
-    Args:
-        endpoint: the name of the endpoint, a key of ENDPOINTS.
-        served: the running server.
-        prompts: token ids of the prompts.
-        max_tokens: tokens of each answer.
-        concurrency: the number of requests at a time.
+    `endpoint` is a key of ENDPOINTS. Each answer has `max_tokens` tokens.
     """
     if endpoint == "grpc":
         async with grpcclient.InferenceServerClient(served.grpc_url) as client:

@@ -40,6 +40,7 @@ from transformers import AutoTokenizer
 
 from loadtest import command_line
 from loadtest.bench.draft_models import save_with_layers, trained_draft
+from loadtest.bench.engine_steps import timed_steps
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.random_prompts import random_prompt
 from loadtest.command_line import Option
@@ -203,33 +204,27 @@ def cells(measurements: Sequence[Measurement], plain: Sequence[Measurement]) -> 
     return [f"{speed:.0f}", f"{ratio:.3f}", f"{cpu_ratio:.3f}", accepted, f"{last.mean_draft:.1f}"]
 
 
-def run_prompts(engine: Engine, prompts: Prompts, batch_size: int, num_tokens: int) -> Measurement:
-    """Answer all prompts, `batch_size` at the same time, and measure the speed of decode.
-
-    Only the steps after the prefill of a batch are timed.
-    """
+def run_prompts(engine: Engine, prompts: Prompts, batch_size: int, max_tokens: int) -> Measurement:
+    """Answer all prompts, `batch_size` at the same time, and measure the speed of decode."""
     before = engine.stats()
     seconds = cpu_seconds = 0.0
-    num_decoded = 0
-    numbered = list(enumerate(prompts.token_ids))
-    for start in range(0, len(numbered), batch_size):
-        for number, prompt in numbered[start : start + batch_size]:
+    num_tokens = 0
+    for start in range(0, len(prompts.token_ids), batch_size):
+        for number in range(start, min(start + batch_size, len(prompts.token_ids))):
             params = SamplingParams(
-                temperature=prompts.temperature,
-                max_tokens=num_tokens,
-                ignore_eos=True,
-                seed=number,
+                temperature=prompts.temperature, max_tokens=max_tokens, ignore_eos=True, seed=number
             )
-            engine.add_request(str(number), prompt, params)
+            engine.add_request(str(number), prompts.token_ids[number], params)
+        # Only the steps after the prefill of the batch are measured.
         while engine.stats().num_requests_waiting:
             engine.step()
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        while engine.has_work():
-            num_decoded += sum(len(update.new_token_ids) for update in engine.step())
-        seconds += time.perf_counter() - begin
+        cpu_begin = time.process_time()
+        for step in timed_steps(engine, time.perf_counter):
+            seconds += step.seconds
+            num_tokens += sum(len(update.new_token_ids) for update in step.updates)
         cpu_seconds += time.process_time() - cpu_begin
     acceptance, mean_draft = draft_figures(before, engine.stats())
-    return Measurement(num_decoded / seconds, num_decoded / cpu_seconds, acceptance, mean_draft)
+    return Measurement(num_tokens / seconds, num_tokens / cpu_seconds, acceptance, mean_draft)
 
 
 def draft_figures(before: EngineStats, after: EngineStats) -> tuple[float | None, float]:

@@ -35,13 +35,8 @@ _OPTIONS = {
 class Shape:
     """The attention of a published model.
 
-    Attributes:
-        pattern: the kinds of consecutive layers: "W" for a sliding window, "F" for full attention.
-            The pattern repeats.
-        num_layers: the number of layers.
-        num_kv_heads: the number of key and value heads of a layer.
-        head_dim: the size of a head.
-        window: the window of a layer of kind W.
+    The pattern contains the kinds of consecutive layers: "W" for layers with the sliding window
+    `window`, and "F" for layers with full attention. The pattern repeats.
     """
 
     pattern: str
@@ -73,12 +68,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one request, and the number of requests that fit into the KV cache.
-
-    Attributes:
-        bytes_per_token: the memory of a request divided by its tokens.
-        num_requests: the number of requests that are guaranteed to fit at the same time.
-    """
+    """The memory of one request, and the number of requests that always fit into the KV cache."""
 
     bytes_per_token: float
     num_requests: int

@@ -49,12 +49,9 @@ def save_with_layers(source: Path, folder: Path, count: int, *, is_addition: boo
 
 
 def trained_draft(model: Path, num_layers: int, folder: Path) -> Path:
-    """Return the folder of a trained draft model. The first call trains the model for minutes.
+    """Return the folder of a draft model with `num_layers` layers, trained from the demo model.
 
-    Args:
-        model: the folder of the demo model.
-        num_layers: the number of layers of the draft model.
-        folder: an empty folder for the files of the training.
+    The first call trains the draft model for minutes. `folder` is an empty folder for its files.
     """
     options = {**_OPTIONS, "num-layers": num_layers}
     # The name changes if the demo model or the training changes.

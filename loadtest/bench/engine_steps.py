@@ -15,6 +15,10 @@ class TimedStep(NamedTuple):
     updates: list[RequestUpdate]
     seconds: float
 
+    def has_token_of(self, request_id: str) -> bool:
+        """Return whether a request got a token in this step."""
+        return any(update.request_id == request_id for update in self.updates)
+
 
 def timed_steps(engine: Engine, clock: Clock) -> Iterator[TimedStep]:
     """Run steps until all requests have ended, and yield each step."""

@@ -27,10 +27,8 @@ WINDOW = 256
 def log_probabilities(path: str, windows: Tensor, weight_dtype: str) -> Tensor:
     """Return the log-probabilities of the next token, [windows, WINDOW, vocab_size].
 
-    Args:
-        path: the folder of the checkpoint.
-        windows: [windows, WINDOW] token ids.
-        weight_dtype: "float32", "bfloat16", "int8" or "int4".
+    `windows` are token ids, [windows, WINDOW]. `weight_dtype` is "float32", "bfloat16", "int8" or
+    "int4".
     """
     dtype = torch.float32 if weight_dtype == "float32" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
@@ -53,11 +51,8 @@ def read_windows(model: str, files: list[str], max_windows: int) -> Tensor:
 def row(weight_dtype: str, rounded: Tensor, exact: Tensor, windows: Tensor) -> list[str]:
     """Return the row of the table for one setting.
 
-    Args:
-        weight_dtype: the first cell.
-        rounded: the log-probabilities of the model with these weights.
-        exact: the log-probabilities of the float32 model.
-        windows: the token ids.
+    `rounded` and `exact` are the log-probabilities of the model with these weights and with float32
+    weights.
     """
     # Each position predicts the next token, so the last position of a window predicts no token.
     predicted, targets = rounded[:, :-1].flatten(0, 1), windows[:, 1:].flatten()

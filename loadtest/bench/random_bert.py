@@ -20,30 +20,18 @@ _WORDS = [f"w{number}" for number in range(_VOCAB_SIZE - len(_SPECIAL_TOKENS))]
 
 @dataclass(frozen=True)
 class BertShape:
-    """The shape and the dtype of a BERT model.
-
-    Attributes:
-        hidden_size: the hidden size. The hidden size of the feed-forward layers is four times it.
-        num_layers: the number of layers.
-        dtype: the dtype of the weights, "float32" or "bfloat16".
-    """
+    """The shape and the dtype of a BERT model."""
 
     hidden_size: int
     num_layers: int
     dtype: str
 
     def save(self, folder: Path, *, has_head: bool) -> str:
-        """Save a model with random weights, and a tokenizer that maps each word to one token.
+        """Save a model with random weights in a subfolder of `folder`, and return its path.
 
-        The model is saved in a subfolder of `folder`, whose name contains the shape and the dtype.
-        If the subfolder already contains the model, the model is not saved again.
-
-        Args:
-            folder: the folder of all models.
-            has_head: whether the model is a reranker instead of an embedder.
-
-        Returns:
-            The path of the subfolder.
+        A model with a head is a reranker, and a model without a head is an embedder. The tokenizer
+        maps each word to one token. If the subfolder already contains the model, the model is not
+        saved again.
         """
         shape = f"{self.hidden_size}x{self.num_layers}-{_VOCAB_SIZE}"
         path = folder / f"bert-{shape}-{self.dtype}-{'reranker' if has_head else 'embedder'}"

@@ -48,15 +48,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Speed:
-    """The figures of all streams of one round.
-
-    Attributes:
-        num_responses: the number of responses of all streams.
-        tokens_per_s: the tokens of all streams, divided by the seconds of the round.
-        tokens_per_response: the tokens of all streams, divided by the number of responses.
-        time_to_first_token: the median of the streams, in seconds.
-        inter_token_latency: the median of the streams, in seconds.
-    """
+    """The figures of all streams of one round. The times are medians of the streams in seconds."""
 
     num_responses: int
     tokens_per_s: float

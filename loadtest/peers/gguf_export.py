@@ -24,15 +24,10 @@ _TYPES = {"F32": gguf.GGMLQuantizationType.F32, "BF16": gguf.GGMLQuantizationTyp
 def export(checkpoint: Path, file: Path) -> None:
     """Write a checkpoint with one safetensors file as a GGUF file.
 
-    The matrices keep their dtype. Vectors are float32, as llama.cpp requires.
-
-    Args:
-        checkpoint: the folder with config.json and model.safetensors.
-        file: the path of the GGUF file.
+    The matrices keep their dtype, float32 or bfloat16. Vectors are float32, as llama.cpp requires.
 
     Raises:
         ValueError: a tensor has no counterpart in llama.cpp.
-        KeyError: a tensor has another dtype than float32 and bfloat16.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, "qwen3")
@@ -70,15 +65,9 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
-    """Write a GGUF file with quantized weights.
+    """Write a GGUF file with the quantized weights of the GGUF file `source`.
 
-    Args:
-        source: a GGUF file with float32 or bfloat16 weights.
-        target: the path of the new file.
-        kind: llama.cpp's name of the mixture of block types, such as "Q4_0" or "Q4_K_M".
-
-    Raises:
-        RuntimeError: llama.cpp failed.
+    `kind` is llama.cpp's name of the mixture of block types, such as "Q4_0" or "Q4_K_M".
     """
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")

@@ -22,12 +22,7 @@ def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> 
 
     The function returns soon after the program has printed its result, even if its own threads
     keep it alive. A program that does not end is killed together with its process group, because
-    children could keep its output open.
-
-    Args:
-        command: the program and its arguments.
-        limit_s: seconds until the program must have printed its result.
-        environment: the environment variables of the program.
+    children could keep its output open. `limit_s` is the time limit for the result.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

@@ -128,11 +128,8 @@ def prompt_steps(prompt: Sequence[int], sequence: int) -> Iterator[list[Token]]:
 def gguf_file(checkpoint: Path, gguf_type: str | None) -> Path:
     """Return the GGUF file of a checkpoint, and create the file if it does not exist.
 
+    `gguf_type` is the quantization, such as "Q4_0", or None if the weights are not quantized.
     Another process creates the file, because the peak memory of this process is measured.
-
-    Args:
-        checkpoint: the folder of the checkpoint.
-        gguf_type: the quantization, such as "Q4_0"; None if the weights are not quantized.
     """
     kinds = [gguf_type] if gguf_type else []
     file = checkpoint / f"{'-'.join(['model', *kinds])}.gguf"

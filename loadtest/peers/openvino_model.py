@@ -52,12 +52,9 @@ class OpenVino(Peer):
 def converted(checkpoint: Path, weight_format: str) -> Path:
     """Return the folder with the OpenVINO model of a checkpoint, and create it if necessary.
 
-    Another process converts the model, because the peak memory of this process is measured.
-
-    Args:
-        checkpoint: the folder of the checkpoint.
-        weight_format: an option of `optimum-cli`: "int4", "int8" or "fp16". With "fp16", the CPU
-            computes in bfloat16 if it can.
+    `weight_format` is an option of `optimum-cli`: "int4", "int8" or "fp16". With "fp16", the CPU
+    computes in bfloat16 if it can. Another process converts the model, because the peak memory of
+    this process is measured.
     """
     folder = checkpoint / f"openvino-{weight_format}"
     if not (folder / _MODEL_FILE).is_file():

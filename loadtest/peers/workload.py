@@ -9,15 +9,14 @@ as its last line. The peak memory is that of the program's process.
 
 import json
 import random
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from loadtest.bench.process_memory import status_bytes
 from loadtest.bench.random_prompts import random_prompt
 from loadtest.bench.timing import Clock, seconds_of
 
@@ -77,7 +76,8 @@ def main(load: Callable[[str, Workload, Settings], Peer]) -> None:
         "prefill": {str(length): measurement.prefill_rate(length) for length in workload.prefill},
         "decode": {str(size): measurement.decode_rate(size) for size in workload.decode},
         **peer.memory(),
-        "peak_bytes": peak_bytes(),
+        # `getrusage` would also include the process that started this one.
+        "peak_bytes": status_bytes("self", "VmHWM"),
     }
     print(json.dumps(report), flush=True)
     peer.close()
@@ -123,14 +123,3 @@ class Measurement:
     def _new_prompts(self, count: int, length: int) -> Prompts:
         vocab_size = self._workload.vocab_size
         return [random_prompt(self._rng, vocab_size, length) for _ in range(count)]
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes.
-
-    The function reads VmHWM, because `getrusage` also includes the process that started this one.
-    """
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    match = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert match is not None
-    return int(match[1]) * 1024

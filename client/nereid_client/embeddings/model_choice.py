@@ -80,8 +80,8 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
 
     Args:
         request: the HTTP request.
-        name: the field `model` of the body. None if the body has no such field: any name is then
-            suitable.
+        name: the field `model` of the body. Any model is suitable if the body has no such field
+            (None), or if the field is empty, as in vLLM.
         kinds: the kinds of model that can answer the request, in order of preference. A kind is
             "embedding" or "rerank".
 
@@ -95,7 +95,7 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     for target in _targets_of(models, kinds):
         # Without a file that describes several models, `target.names` is empty, and the model
         # itself reports its name.
-        if target.names and name is not None and name not in target.names:
+        if target.names and name and name not in target.names:
             other_names.append(target.names[0])
             continue
         try:
@@ -103,7 +103,7 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         except (BackendError, TimeoutError) as error:
             problems.append(_problem(error))
             continue
-        if name is None or name in (model.name, *target.names):
+        if not name or name in (model.name, *target.names):
             return model
         other_names.append(model.name)
     if other_names:
@@ -144,7 +144,8 @@ async def select_language_model(request: Request, name: str | None) -> None:
         a reranker, the message also gives the route of that model.
     """
     adapter = ""
-    context = find_context(request, name)
+    # As in vLLM, a request with an empty name selects the default model.
+    context = find_context(request, name or None)
     if context is None:
         assert name is not None  # a request without a name selects the default model
         adapter = name

@@ -39,6 +39,8 @@ class PoolingRequest(RequestBody):
     truncate: bool | str | None = None
     """Whether the server cuts the end of texts that are too long. By default, such a text is an
     error. `END` means true, and `NONE` means false (NIM)."""
+    truncation: bool | None = None
+    """Voyage's name of truncate, which takes precedence."""
     truncate_prompt_tokens: int | None = None
     """-1 cuts texts at the model's limit. Other values are not supported."""
     truncation_direction: str | None = None
@@ -82,6 +84,8 @@ class PoolingRequest(RequestBody):
         """Whether the server truncates texts that are too long. None means the server's default."""
         if self.truncate_prompt_tokens is not None:
             return True
+        if self.truncate is None:
+            return self.truncation
         return self.truncate == "END" if isinstance(self.truncate, str) else self.truncate
 
 

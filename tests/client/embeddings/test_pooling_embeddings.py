@@ -500,6 +500,21 @@ async def test_the_fields_of_nim_select_the_prompt_and_the_truncation(
     assert (options.get("prompt_name"), options.get("truncate")) == (prompt, truncate)
 
 
+async def test_voyages_library_gets_long_texts_cut(ask, pooling):
+    assert (await ask("/v1/embeddings", input="abc", truncation=True)).status_code == 200
+    assert (await ask("/v1/embeddings", input="abc", truncation=True, truncate=False)).is_success
+    assert [call.options["truncate"] for call in pooling.calls] == [True, False]
+
+
+async def test_an_empty_name_selects_the_default_model_as_in_vllm(ask):
+    for path, body in (
+        ("/v1/embeddings", {"input": "abc"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        response = await ask(path, **body, model="")
+        assert response.status_code == 200, response.text
+
+
 async def test_the_start_of_a_text_is_not_cut(ask):
     answer = await ask("/v1/embeddings", input="abc", truncate="START")
     assert problem(answer)["param"] == "truncate"

@@ -117,6 +117,24 @@ def test_a_call_quoted_inside_closed_reasoning_is_reasoning(case):
     check(case)
 
 
+@run(
+    [
+        Case(
+            names, f"<think>One.{call}\n<think>Two.</think>Hi", [CALL], "Hi", "One.\nTwo.", UNCLOSED
+        )
+        for names, call in IN_REASONING
+    ]
+)
+def test_a_call_in_unclosed_reasoning_is_a_call_if_reasoning_opens_again_after_it(case):
+    check(case)
+
+
+def test_a_call_and_a_later_opening_marker_inside_closed_reasoning_are_reasoning():
+    reasoning = f"Write {HERMES}, then <think>."
+    names = {"reasoning": "qwen3", "tools": "hermes"}
+    check(Case(names, f"<think>{reasoning}</think>Hi", [], "Hi", reasoning))
+
+
 @run([Case(names, f"<think>\n{call}", [CALL], report=UNCLOSED) for names, call in IN_REASONING])
 def test_a_call_directly_after_the_opening_of_the_reasoning_is_a_call(case):
     check(case)

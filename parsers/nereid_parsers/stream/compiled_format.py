@@ -38,7 +38,7 @@ class CompiledFormat:
     Attributes:
         layout: The layout of the format.
         reasoning_markers: The markers inside the reasoning, and their meaning.
-        reasoning_closes: The closing markers of the reasoning.
+        reasoning_bounds: The opening and closing markers of the reasoning, and their meaning.
         content_markers: The markers outside the reasoning, and their meaning.
         content_only_markers: The markers in the state CONTENT_ONLY, in which the rest of the
             message is content. Only markers around content and messages have a meaning there.
@@ -51,7 +51,7 @@ class CompiledFormat:
 
     layout: Sections | Messages
     reasoning_markers: MarkerLexer
-    reasoning_closes: Lexer
+    reasoning_bounds: MarkerLexer
     content_markers: MarkerLexer
     content_only_markers: Lexer
     calls: CompiledCalls
@@ -100,7 +100,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
         layout=layout,
         # Reasoning is a whole message, so there is no closing marker such as `</think>`.
         reasoning_markers=message_markers,
-        reasoning_closes=_NO_MARKERS,
+        reasoning_bounds=MarkerLexer({}),
         content_markers=MarkerLexer(calls.kinds | message_kinds),
         content_only_markers=Lexer(end_kinds),
         calls=calls,
@@ -134,7 +134,10 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     return CompiledFormat(
         layout=layout,
         reasoning_markers=MarkerLexer(_kinds_in_reasoning(layout, calls, end_kinds)),
-        reasoning_closes=Lexer(_closing_kinds(layout.reasoning)),
+        # Inside the reasoning, a marker that both opens and closes reasoning closes it.
+        reasoning_bounds=MarkerLexer(
+            _opening_kinds(layout.reasoning) | _closing_kinds(layout.reasoning)
+        ),
         content_markers=MarkerLexer(_kinds_in_content(layout, calls, content_only_kinds)),
         content_only_markers=Lexer(content_only_kinds),
         calls=calls,

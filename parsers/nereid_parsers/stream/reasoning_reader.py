@@ -23,6 +23,8 @@ from nereid_parsers.stream.state import State
 # If a tool call starts before the reasoning is closed, the end event of the tool call has this
 # `reason`.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
+# The number of stored characters in which the marker after a tool call is searched.
+_NUM_LAST_CHARS = 200
 
 
 class _ReasoningEnd(Enum):
@@ -51,7 +53,8 @@ class ReasoningReader:
 
     __slots__ = (
         "_buffer", "_call_reader", "_calls_must_come_first", "_format", "_header_reader",
-        "_is_inline", "_reasoning_end", "_stored_text", "_stores_possible_calls", "_text_writer",
+        "_is_inline", "_last_stored_text", "_reasoning_end", "_stored_text",
+        "_stores_possible_calls", "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
@@ -68,8 +71,10 @@ class ReasoningReader:
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The way in which the reasoning of this message has ended.
         self._reasoning_end = _ReasoningEnd.NONE
-        # The pieces of text that `read_interrupted` has read, but not written.
+        # The pieces of text that `read_interrupted` has read, but not written, and the last
+        # characters of this text.
         self._stored_text: list[str] = []
+        self._last_stored_text = ""
         # Whether a possible tool call inside the reasoning is stored, because a closing marker may
         # follow. At the end of a message without this marker, the tool call is read at once.
         self._stores_possible_calls = True
@@ -282,24 +287,55 @@ class ReasoningReader:
     def read_interrupted(self) -> State | None:
         """Read a possible tool call in the reasoning, and the text after it, up to `</think>`.
 
-        The text is stored until the closing marker of the reasoning arrives. The marker shows that
-        the text is reasoning, so the text is then written as reasoning. Example: in
-        `<think>I write <call>f()</call>.</think>`, the text `<call>f()</call>.` is reasoning.
+        The text is stored until a marker shows what the text is:
 
-        The marker stays unread. Return the state in which it is read, or None if no closing marker
-        has arrived. If the message ends without this marker, the parser calls `finish_interrupted`.
+            `<think>I write <call>f()</call>.</think>`     `</think>` closes the reasoning, so the
+                                                           text `<call>f()</call>.` is reasoning.
+            `<think>Hm<call>f()</call><think>Hm</think>`   The second `<think>` opens reasoning
+                                                           again, so `<call>` has ended the first
+                                                           reasoning, and starts a tool call.
+
+        The marker stays unread. Return the state in which the text or the marker is read, or None
+        if no marker has arrived. If the message ends without a marker, the parser calls
+        `finish_interrupted`.
         """
-        text_end, marker = self._format.reasoning_closes.find(self._buffer)
-        self._stored_text.append(self._buffer.take_until(text_end))
+        bounds = self._format.reasoning_bounds
+        text_end, marker = bounds.find(self._buffer)
+        self._store_text(self._buffer.take_until(text_end))
         if not marker:
             return None
-        self._write_reasoning(self._take_stored_text())
-        return self._reasoning_state
+        if bounds.kinds[marker] is MarkerKind.CLOSE_REASONING:
+            self._write_reasoning(self._take_stored_text())
+            return self._reasoning_state
+        if self._opens_reasoning_after_call(marker):
+            return self._end_at_stored_call()
+        self._store_text(self._buffer.take(len(marker)))
+        return State.INTERRUPTED_REASONING
+
+    def _opens_reasoning_after_call(self, marker: str) -> bool:
+        """Return whether an opening marker after the stored text starts another reasoning.
+
+        Examples: `<think>` after `<call>f()</call>`, because it directly follows the tool call, and
+        any special token, such as `<|think|>`, because ordinary text contains no special token.
+        """
+        last_text = self._last_stored_text.rstrip()
+        closing_markers = (
+            text
+            for text, kind in self._format.calls.kinds.items()
+            if kind is MarkerKind.CLOSE_CALLS
+        )
+        return is_special_token(marker) or any(map(last_text.endswith, closing_markers))
+
+    def _store_text(self, text: str) -> None:
+        """Store a piece of text that is a tool call or reasoning."""
+        self._stored_text.append(text)
+        self._last_stored_text = (self._last_stored_text + text)[-_NUM_LAST_CHARS:]
 
     def _take_stored_text(self) -> str:
         """Return the text that `read_interrupted` has stored, and delete the stored text."""
         text = "".join(self._stored_text)
         self._stored_text = []
+        self._last_stored_text = ""
         return text
 
     def num_stored_chars(self) -> int:
@@ -314,6 +350,10 @@ class ReasoningReader:
         marker closes the reasoning, so `<tool_call>` ends the reasoning.
         """
         self._stores_possible_calls = False  # No closing marker can follow.
+        return self._end_at_stored_call()
+
+    def _end_at_stored_call(self) -> State:
+        """Put the stored text back into the buffer, and end the reasoning before this tool call."""
         self._buffer.push_back(self._take_stored_text())
         return self._end_at_call()
 

@@ -12,7 +12,8 @@ class State(Enum):
     REASONING              Reasoning that the parser returns as reasoning.
     INLINE_REASONING       Reasoning that the parser returns as content.
     INTERRUPTED_REASONING  Reasoning after the start of a tool call. If the reasoning is never
-                           closed, the text is a tool call, otherwise it is reasoning.
+                           closed, or is opened again, the text is a tool call, otherwise it is
+                           reasoning.
     CONTENT                Content, in which a marker may start reasoning or a tool call.
     CONTENT_ONLY           Content up to the end of the message.
     PLAIN_MESSAGE          The content of a message that contains no tool calls.

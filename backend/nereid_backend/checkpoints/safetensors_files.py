@@ -22,15 +22,6 @@ USUAL_FILE = "model.safetensors"
 # The files of a LoRA adapter. Some programs write them beside the files of the model.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _ADAPTER_FILE = "adapter_model.safetensors"
-# The program that converts pickle files to safetensors files in the same folder. Its arguments are
-# the pickle files. With weights_only=True, torch runs no code of the files. The copies are
-# necessary because a safetensors file must not contain tensors that share memory.
-_CONVERSION_CODE = (
-    "import sys, torch; from pathlib import Path; from safetensors.torch import save_file; "
-    "[save_file({n: t.contiguous().clone() for n, t in "
-    "torch.load(f, map_location='cpu', weights_only=True).items()}, "
-    "Path(f).with_suffix('.safetensors'), {'format': 'pt'}) for f in sys.argv[1:]]"
-)
 # transformers writes weights into pickle files with such names.
 _USUAL_PICKLE_FILES = "pytorch_model*.bin"
 # The names of pickle files that contain no weights begin with these texts. Programs for training
@@ -240,20 +231,17 @@ def _describe_remedy(folder: Path) -> str:
     """
     if (folder / _ADAPTER_FILE).is_file():
         return describe_adapter(folder)
-    files = _pickle_files(folder)
+    files = pickle_files(folder)
     if not files:
         return "Download the checkpoint's .safetensors files."
-    arguments = shlex.join(map(str, files))
-    if files[0].match(_USUAL_PICKLE_FILES):  # a pattern is shorter than the names of many files
-        arguments = f"{shlex.quote(str(folder))}/{_USUAL_PICKLE_FILES}"
     return (
         f"{files[0].name} is a pickle file, which can run code when it is loaded. Convert the "
         "weights to safetensors files with this command, which runs no code of the checkpoint: "
-        f'python -c "{_CONVERSION_CODE}" {arguments}'
+        f"python -m nereid_backend.tools.convert_pickle_files {shlex.quote(str(folder))}"
     )
 
 
-def _pickle_files(folder: Path) -> list[Path]:
+def pickle_files(folder: Path) -> list[Path]:
     """Return the pickle files in a folder that may contain the weights of a model."""
     usual_files = sorted(folder.glob(_USUAL_PICKLE_FILES))
     if usual_files:

@@ -141,8 +141,9 @@ def _check_checkpoint_files(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         raise CliError(
             f"the folder {folder} has no *.safetensors file. If it has pickle files, such as "
-            f"pytorch_model.bin, then `nereid doctor {shlex.quote(str(folder))}` prints a command "
-            "that converts them."
+            "pytorch_model.bin, convert them with this command, which runs no code of the "
+            f"checkpoint: {shlex.quote(sys.executable)} -m "
+            f"nereid_backend.tools.convert_pickle_files {shlex.quote(str(folder))}"
         )
     for name in _JSON_FILES:
         _check_json(folder / name)

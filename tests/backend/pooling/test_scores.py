@@ -89,9 +89,7 @@ def test_the_command_in_the_error_converts_the_pickle_files_of_a_reranker(
     with pytest.raises(ModelError, match="this command") as caught:
         Reranker(folder)
     arguments = shlex.split(str(caught.value).partition("checkpoint: ")[2])
-    files = map(str, tmp_path.glob("pytorch_model*.bin"))
-    assert arguments[-1] == f"{folder}/pytorch_model*.bin"
-    subprocess.run([sys.executable, *arguments[1:-1], *files], check=True)
+    subprocess.run([sys.executable, *arguments[1:]], check=True)
     np.testing.assert_array_equal(Reranker(folder, num_threads=1).score(pairs), expected)
 
 

@@ -22,7 +22,7 @@ class Option(NamedTuple):
     value_type: Callable[[str], object] | None = None
 
 
-def parse(
+def parse_command_line(
     description: str | None, options: Mapping[str, Option], words: Sequence[str] | None = None
 ) -> argparse.Namespace:
     """Parse the command line of a program.
@@ -32,14 +32,14 @@ def parse(
         options: the name of each option, such as "--rounds", and its properties.
         words: the command line; None for the command line of this process.
     """
-    command_line = parser(description)
+    argument_parser = parser(description)
     for name, option in options.items():
         if option.default is False:
-            command_line.add_argument(name, action="store_true", help=option.help)
+            argument_parser.add_argument(name, action="store_true", help=option.help)
             continue
         is_list = isinstance(option.default, list)
         example = next(iter(option.default), "") if is_list else option.default
-        command_line.add_argument(
+        argument_parser.add_argument(
             name,
             type=option.value_type or (str if example is None else type(example)),
             nargs="*" if is_list else None,
@@ -47,7 +47,7 @@ def parse(
             choices=option.choices,
             help=option.help,
         )
-    return command_line.parse_args(words)
+    return argument_parser.parse_args(words)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -58,7 +58,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def exit_on_sigterm() -> None:
-    """Let SIGTERM raise SystemExit, so that the `with` blocks of servers stop their servers."""
+    """Let SIGTERM raise SystemExit, so that `with` and `finally` blocks stop other processes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 

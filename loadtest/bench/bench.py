@@ -21,7 +21,6 @@ rounds, and the table shows medians, because other work on the machine varies ov
 import argparse
 import datetime
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -32,12 +31,11 @@ from pathlib import Path
 
 import torch
 
-from loadtest import command_line
 from loadtest.bench.contestants import CONTESTANTS, is_nereid, run_contestant
 from loadtest.bench.machine import MachineLimits, measure_limits, processor_name
 from loadtest.bench.markdown_table import table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
-from loadtest.command_line import Option
+from loadtest.command_line import Option, exit_on_sigterm, parse_command_line
 from loadtest.peers.json_programs import Report
 from loadtest.peers.workload import Workload
 
@@ -68,7 +66,7 @@ _OPTIONS = {
 
 def main() -> None:
     """Measure all shapes and contexts, and print Markdown."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     torch.set_num_threads(args.threads)
     limits = measure_limits(getattr(torch, args.dtype))
     print(introduction(args, limits), flush=True)
@@ -192,7 +190,5 @@ def memory_row(label: str, reports: Mapping[str, Report], key: str) -> list[str]
 
 
 if __name__ == "__main__":
-    # SystemExit runs the code that kills the engine's process. The default action of SIGTERM does
-    # not run this code.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_sigterm()
     main()

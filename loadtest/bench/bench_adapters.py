@@ -25,12 +25,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from loadtest import command_line
 from loadtest.bench.engine_steps import timed_steps
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
 from loadtest.bench.random_prompts import random_prompt
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 # The standard deviation of the weights of adapters.
 _WEIGHT_DEVIATION = 0.02
@@ -59,7 +58,7 @@ class Speeds(NamedTuple):
 
 def main() -> None:
     """Measure all models, and print a table."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     print(
         f"Batches of {args.batch} requests, {args.adapters} adapters of rank {args.rank}, "
         f"{args.dtype}, compile_forward={args.compile}, {args.threads} threads.\n"

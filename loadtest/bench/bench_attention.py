@@ -37,10 +37,9 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 from torch.nn import functional
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.timing import call_times
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 4, 64
 LAYER = LayerSpec(NUM_HEADS, NUM_KV_HEADS, key_dim=HEAD_DIM, value_dim=HEAD_DIM)
@@ -84,7 +83,7 @@ class DecodeShape:
 
 def main() -> None:
     """Print the tables that the command line selects, for each number of threads."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     torch.manual_seed(0)
     for threads in args.threads:
         torch.set_num_threads(threads)

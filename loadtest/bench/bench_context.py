@@ -25,11 +25,10 @@ import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loadtest import command_line
 from loadtest.bench.engine_steps import timed_steps
 from loadtest.bench.markdown_table import table
 from loadtest.bench.random_prompts import random_prompt
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 _VOCAB_SIZE = 512
 _NUM_LATER_TOKENS = 32
@@ -59,7 +58,7 @@ class Measurement:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all lengths, and print a table."""
-    args = command_line.parse(__doc__, _OPTIONS, argv)
+    args = parse_command_line(__doc__, _OPTIONS, argv)
     max_length = max(args.lengths)
     measurements = []
     with tempfile.TemporaryDirectory() as folder:

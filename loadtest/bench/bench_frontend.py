@@ -34,10 +34,9 @@ from nereid_client.streaming.deltas import merged
 from nereid_client.streaming.reasoning_view import ReasoningView
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.client.light_client import posted
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 from loadtest.server.served import free_ports
 
 _DELTA = {"index": 0, "content": " the lake was calm and", "token_ids": [5, 9, 2, 7]}
@@ -221,7 +220,7 @@ async def _run(args: argparse.Namespace, grpc_port: int) -> None:
 
 def main() -> None:
     """Start the gRPC server in a new process, and run the measurement."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     # A forked process could not use gRPC.
     spawn = multiprocessing.get_context("spawn")
     ports = spawn.Queue()

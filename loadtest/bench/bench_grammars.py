@@ -22,11 +22,10 @@ from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
 from nereid_backend.grammar.vocabulary import Vocabulary, load_vocabulary
 from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
 
-from loadtest import command_line
 from loadtest.bench.bench_grammar_engine import SCHEMA, bench_engine, tool_tag
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.timing import call_times, seconds_of
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 DEMO = Path(__file__).parents[2] / "demo" / "chat"
 # The size of the random vocabulary.
@@ -183,7 +182,7 @@ def empty_masks(count: int, vocab_size: int) -> "np.ndarray[Any, np.dtype[np.int
 
 def main() -> None:
     """Run the parts that the command line selects."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     if "compile" in args.parts:
         vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         vocabularies = (load_vocabulary(args.model, vocab_size), random_vocabulary(LARGE))

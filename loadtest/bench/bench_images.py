@@ -25,10 +25,9 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.bench.streams import Speed, Stream, read_stream, run_streams
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 from loadtest.server.served import ALONE, Served
 
 SEE = Path(__file__).resolve().parents[2] / "demo" / "see"
@@ -166,7 +165,7 @@ async def measure(client: Client, concurrency: int, num_rounds: int) -> tuple[Sp
 
 def main() -> None:
     """Measure the workloads, and print two tables."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     with Served(args.model, arguments=ALONE) as served:
         client = Client(served.openai_port, args.output_tokens)
         single, beside = asyncio.run(measure(client, args.concurrency, args.rounds))

@@ -33,10 +33,9 @@ from nereid_backend.vision.load_processor import load_processor
 from PIL import ExifTags, Image
 from transformers import AutoConfig
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.process_memory import status_bytes
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 SEE = Path(__file__).resolve().parents[2] / "demo" / "see"
 _WORKER = "nereid_backend.vision.image_worker"
@@ -231,7 +230,7 @@ def _reset_peak(pid: int) -> int:
 
 def main() -> None:
     """Measure the files, and print one table for each checkpoint."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     head = ["kind", "size", "file, MB", "answer", "CPU, s", "child, MB", "worker, MB", "output, MB"]
     for model in args.model:
         print(f"\n{model.name}\n")

@@ -25,10 +25,9 @@ from nereid_backend.linear.quantise_weights import quantise_linears
 from torch import Tensor, nn
 from torch.nn import functional
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.timing import call_times
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 # The numbers of inputs and outputs of each linear layer in one block of the model.
 SIZES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
@@ -153,7 +152,7 @@ def shortest_time(
 @torch.inference_mode()
 def main() -> None:
     """Measure all numbers of rows, and print the table."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     compared = contestants()

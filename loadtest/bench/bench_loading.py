@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.process_memory import status_bytes
 from loadtest.bench.random_models import SHAPES, make_checkpoint
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 # The seconds between two readings of the child's memory.
 _INTERVAL_S = 0.001
@@ -62,7 +61,7 @@ class LoadedMemory(NamedTuple):
 
 def main() -> None:
     """Measure all models, and print a table."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     with tempfile.TemporaryDirectory(prefix="nereid-loading-") as temporary:
         rows = measured_rows(args.shapes, args.kinds, Path(temporary))
         print_table(["model", "weights", "peak, MiB", "loaded, MiB", "ratio"], rows)

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from nereid_parsers import Format, StreamParser, fold, get_format
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 TEXT = "The quick brown fox said 'no' and left: 7 < 9 & so on, at 5 o'clock. "
 TOOLS = [
@@ -160,7 +159,7 @@ def row(label: str, args: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     """Measure all messages, and print a table."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     print(
         f"Python {platform.python_version()}. Cells show microseconds per character, the best of "
         f"{args.runs} runs. The columns `growth` divide the last size's time by the first's."

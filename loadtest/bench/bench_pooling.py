@@ -35,11 +35,10 @@ from nereid_backend import Embedder, Reranker
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers.utils import logging
 
-from loadtest import command_line
 from loadtest.bench.contestants import OPENVINO_PYTHON
 from loadtest.bench.random_bert import BertShape, random_lengths, random_pairs, random_texts
 from loadtest.bench.timing import seconds_of
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 from loadtest.peers.exported_embedder import Job
 
 _PAUSE_S = 2.0
@@ -186,7 +185,7 @@ def peer_contestants(
 
 def main() -> None:
     """Measure embeddings and reranking, and print the results."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     logging.disable_progress_bar()
     model = BertShape(args.hidden, args.layers, args.dtype)
     lengths = random_lengths(args.texts, args.lengths)

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 from nereid_backend import Engine, EngineConfig, SamplingParams
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
 from loadtest.bench.random_prompts import random_prompt
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 _NUM_ADDED_TOKENS = 60
@@ -49,7 +48,7 @@ class Turn(NamedTuple):
 
 def main() -> None:
     """Measure the turns, and print a table."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
         model, cache = Path(folder, args.shape), Path(folder, "cache")
         make_checkpoint(model, args.shape, args.dtype)

@@ -26,9 +26,8 @@ from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.sampler import Sampler
 from nereid_backend.sampling.token_masks import StepMasks
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 _NUM_WARM_UPS = 2
 _NO_LIMIT = 10**9
@@ -139,7 +138,7 @@ def row(vocab_size: int, batch_size: int, args: argparse.Namespace) -> list[str]
 
 def main() -> None:
     """Measure all batch sizes and vocabularies, and print a table."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     torch.set_num_threads(args.threads)
     print(
         f"{args.threads} threads, prompts of {args.text_len} tokens. "

@@ -29,10 +29,9 @@ from nereid_backend.serving.process.process_entry import reduce_garbage_collecti
 from nereid_backend.step_runner import Runner
 from torch import Tensor
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.random_prompts import random_prompt
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class StepParts(NamedTuple):
 def main() -> None:
     """Print one row for each number of running and waiting requests."""
     options = {"--steps": Option(300, "steps measured in each row")}
-    num_steps = command_line.parse(__doc__, options).steps
+    num_steps = parse_command_line(__doc__, options).steps
     torch.set_num_threads(1)
     # The engine process also calls this function after loading.
     reduce_garbage_collection()

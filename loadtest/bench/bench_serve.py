@@ -32,11 +32,10 @@ import psutil
 import tritonclient.grpc.aio as grpcclient
 from nereid_backend import Engine, EngineConfig, SamplingParams
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.bench.random_prompts import random_prompt
 from loadtest.bench.streams import Speed, Stream, read_stream, run_streams
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 from loadtest.server.processes import roles
 from loadtest.server.served import Served
 
@@ -246,7 +245,7 @@ def process_table(rounds: Sequence[Round], concurrency: int) -> str:
 
 def main() -> None:
     """Measure each concurrency and each endpoint, and print tables for each concurrency."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     rng = random.Random(0)
     print("The engine is loaded in this process, then the server starts.", flush=True)
     # Without speculative decoding, all runs compute equally many tokens in each step.

@@ -38,12 +38,11 @@ from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.outputs import EngineStats
 from transformers import AutoTokenizer
 
-from loadtest import command_line
 from loadtest.bench.draft_models import save_with_layers, trained_draft
 from loadtest.bench.engine_steps import timed_steps
 from loadtest.bench.markdown_table import print_table
 from loadtest.bench.random_prompts import random_prompt
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 # The programs in the folder `demo` import each other by their short names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "demo"))
@@ -94,7 +93,7 @@ class Prompts:
 
 def main() -> None:
     """Measure all methods, and print a table."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     head = ["prompts", "batch", "drafts", "tokens/s", "ratio", "ratio by CPU time", "accepted"]
     with tempfile.TemporaryDirectory() as folder:
         target, draft = models(args, Path(folder))

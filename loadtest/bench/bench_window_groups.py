@@ -18,9 +18,8 @@ from nereid_backend.model.forward_path.length_limits import LengthLimit
 from nereid_backend.model.memory.layer_groups import divide_layers
 from nereid_backend.model.memory.memory_plan import BlockShape, plan_memory
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import table
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 _ITEM_BYTES = 2  # bfloat16
 
@@ -96,7 +95,7 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one row for each model."""
-    args = command_line.parse(__doc__, _OPTIONS, argv)
+    args = parse_command_line(__doc__, _OPTIONS, argv)
     print(
         f"Memory per token of requests with {args.tokens} tokens, and requests in {args.gib:g} "
         "GiB\n"

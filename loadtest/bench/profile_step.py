@@ -19,12 +19,11 @@ from nereid_backend.paths.packed import PackedPath
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.step_runner import Runner
 
-from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.bench.random_models import SHAPES, make_checkpoint
 from loadtest.bench.random_prompts import random_prompt
 from loadtest.bench.timing import CallTimer
-from loadtest.command_line import Option
+from loadtest.command_line import Option, parse_command_line
 
 # The first steps run with cold caches.
 _NUM_COLD_STEPS = 4
@@ -94,7 +93,7 @@ class StepProfiler:
 
 def main() -> None:
     """Measure all batch sizes, and print a table."""
-    args = command_line.parse(__doc__, _OPTIONS)
+    args = parse_command_line(__doc__, _OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), args.shape, args.dtype)
         config = EngineConfig(

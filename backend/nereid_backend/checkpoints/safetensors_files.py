@@ -233,7 +233,10 @@ def _describe_remedy(folder: Path) -> str:
         return describe_adapter(folder)
     files = pickle_files(folder)
     if not files:
-        return "Download the checkpoint's .safetensors files."
+        return (
+            "Download the checkpoint's .safetensors files. If a program for training wrote the "
+            "folder, export the model with the method save_pretrained of transformers."
+        )
     return (
         f"{files[0].name} is a pickle file, which can run code when it is loaded. Convert the "
         "weights to safetensors files with this command, which runs no code of the checkpoint: "

@@ -140,9 +140,10 @@ def _check_checkpoint_files(folder: Path) -> None:
         raise CliError(f"the folder {folder} has no config.json. {remedy}")
     if not any(folder.glob("*.safetensors")):
         raise CliError(
-            f"the folder {folder} has no *.safetensors file. If it has pickle files, such as "
-            "pytorch_model.bin, convert them with this command, which runs no code of the "
-            f"checkpoint: {shlex.quote(sys.executable)} -m "
+            f"the folder {folder} has no *.safetensors file. If a program for training wrote the "
+            "folder, export the model with the method save_pretrained of transformers. If the "
+            "folder has pickle files, such as pytorch_model.bin, convert them with this command, "
+            f"which runs no code of the checkpoint: {shlex.quote(sys.executable)} -m "
             f"nereid_backend.tools.convert_pickle_files {shlex.quote(str(folder))}"
         )
     for name in _JSON_FILES:

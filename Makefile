@@ -48,7 +48,7 @@ $(STAMP): $(MANIFESTS)
 	@echo "setup: finished"
 
 serve: setup ## Serve the demo models, the chat model in MODEL=/path, or the models of the file CONFIG=/path
-	@exec $(BIN)/nereid serve $(if $(CONFIG),--config $(CONFIG),$(if $(MODEL),--model $(MODEL))) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT) $(ARGS)
+	@exec $(BIN)/nereid serve $(if $(CONFIG),--config "$(CONFIG)",$(if $(MODEL),--model "$(MODEL)")) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT) $(ARGS)
 
 test: setup ## Run the tests that need no GPU, including those with a real Triton server, in three processes
 	@$(BIN)/python -m pytest -m "not gpu and not long" -n $(TEST_PROCESSES) --dist loadfile $(ARGS)

@@ -3,7 +3,7 @@
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def check_word(parser: argparse.ArgumentParser, flag: str, word: str, names: Iterable[str]) -> None:
+    """End the program if no name contains the word. Otherwise, it would pass without a test."""
+    if not any(word in name for name in names):
+        parser.error(f"{flag}: no test has {word!r} in its name")
 
 
 def exit_on_sigterm() -> None:

@@ -123,6 +123,7 @@ def main() -> int:
     add("--only", default="", metavar="WORD", help="inject only faults with WORD in their name")
     add("--markdown", type=Path, help="also write the report to this file")
     args = parser.parse_args()
+    command_line.check_word(parser, "--only", args.only, [fault.name for fault in FAULTS])
     flags = ["--max-restarts=100", "--restart-backoff=0", "--served-model-name=chat"]
     faults = [fault for fault in FAULTS if args.only in fault.name]
     with Served(args.model, arguments=[*flags, "--log-level=warning"]) as served:

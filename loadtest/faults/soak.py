@@ -303,6 +303,8 @@ def main() -> int:
     add("--model", type=Path, help="folder of the checkpoint (default: the demo)")
     add("--markdown", type=Path, help="also write the report to this file")
     args = parser.parse_args()
+    if args.faults not in ("all", "none"):
+        command_line.check_word(parser, "--faults", args.faults, [one.name for one in FAULTS])
     command_line.exit_on_sigterm()
     faults = [fault for fault in FAULTS if args.faults == "all" or args.faults in fault.name]
     flags = ["--max-restarts=1000", "--restart-backoff=0", "--served-model-name=chat"]

@@ -162,7 +162,9 @@ def main() -> int:
     parser.add_argument("--memory-gib", type=float, default=6, help="the memory of each process")
     parser.add_argument("--list", action="store_true", help="print the attacks and exit")
     args: argparse.Namespace = parser.parse_args()
-    attacks = [one for one in all_attacks() if args.only in f"{one.kind}: {one.name}"]
+    by_name = {f"{one.kind}: {one.name}": one for one in all_attacks()}
+    command_line.check_word(parser, "--only", args.only, by_name)
+    attacks = [one for name, one in by_name.items() if args.only in name]
     if args.list:
         for attack in attacks:
             print(f"{attack.kind}: {attack.name}")

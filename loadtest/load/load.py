@@ -226,7 +226,13 @@ def arguments() -> argparse.ArgumentParser:
     out = _LOADTEST / "results" / time.strftime("%Y%m%d-%H%M%S")
     add("--seconds", type=float, default=120.0, help="duration of the load, shared by the phases")
     add("--phases", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
-    add("--scenarios", nargs="+", metavar="NAME", help="run only these classes of locustfile.py")
+    add(
+        "--scenarios",
+        nargs="+",
+        choices=SCENARIOS["model"],
+        metavar="NAME",
+        help="run only these classes of locustfile.py",
+    )
     add("--scale", type=int, default=1, help="number of users of each scenario")
     add(
         "--arrivals",

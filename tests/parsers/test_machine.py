@@ -468,7 +468,17 @@ def test_python_literals_become_json(written, value):
         assert calls(parsed(fmt, f"[f(v={written}, w=1)]", size)) == [("f", {"v": value, "w": 1})]
 
 
-@pytest.mark.parametrize("text", ["[f(1)]", "[f (a=1)]", "[f(a==1)]", "[f(a", "[f(", "[f", "[1]"])
+@pytest.mark.parametrize("size", [1, 2, 10**9])
+def test_python_calls_may_have_arguments_whose_names_python_does_not_allow(size):
+    text = "[f(Content-Type='a', x.y='b'), f(x-y=1)]"
+    message = parsed(get_format("pythonic"), text, size)
+    first = ("f", {"Content-Type": "a", "x.y": "b"})
+    assert calls(message) == [first, ("f", {"x-y": 1})]
+
+
+@pytest.mark.parametrize(
+    "text", ["[f(1)]", "[f(a-b)]", "[f (a=1)]", "[f(a==1)]", "[f(a", "[f(", "[f", "[1]"]
+)
 def test_python_that_is_no_keyword_call_is_content(text):
     assert parsed(get_format("pythonic"), text, 1).content == text
 

@@ -15,15 +15,15 @@ from nereid_parsers.stream.pattern_matching import (
 )
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.python_literals import LiteralReader
-from nereid_parsers.stream.values.python_strings import PYTHON, Dialect
+from nereid_parsers.stream.values.python_strings import KEYWORD, PYTHON, Dialect
 from nereid_parsers.tool_declarations import PythonCalls
 
 _match_function_name = re.compile(r"[^\W\d][\w.\-]*").match
-_match_keyword = re.compile(r"[^\W\d]\w*").match
+_match_keyword = re.compile(KEYWORD).match
 # Matches the opening bracket and the start of the arguments: `()` or `(a=1`, but not `(a == 1`.
-_match_arguments_start = re.compile(r"\(\s*(?:\)|[^\W\d]\w*\s*=[^=])").match
+_match_arguments_start = re.compile(rf"\(\s*(?:\)|{KEYWORD}\s*=[^=])").match
 # Matches an incomplete start of the arguments: `(`, `(a` or `(a =`.
-_match_incomplete_start = re.compile(r"(?:\(\s*(?:[^\W\d]\w*\s*.?)?)?\Z", re.DOTALL).match
+_match_incomplete_start = re.compile(rf"(?:\(\s*(?:{KEYWORD}\s*.?)?)?\Z", re.DOTALL).match
 
 
 class PythonCallsReader(StepReader):

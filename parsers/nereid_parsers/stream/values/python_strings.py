@@ -24,6 +24,9 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
+# A regex for the name of an argument. A tool may have names that Python does not allow, such as
+# `Content-Type`.
+KEYWORD = r"[^\W\d][\w.\-]*"
 # Each of these regexes matches a text that can follow the closing quote of a string, such as `,`.
 # The regexes also match at the end of the received text (`\Z`), because the missing characters may
 # still arrive.
@@ -34,7 +37,7 @@ _match_after_item = re.compile(r"\s*(?:[,\])}]|\Z)").match
 # not end the argument. If three backticks follow the `)`, the quote ends the argument, because the
 # backticks close a code fence around the tool call.
 _match_after_argument = re.compile(
-    r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|`{1,2}\Z|```|[^\s)"'`]))"""
+    rf"""\s*(?:\Z|,\s*(?:\Z|\)|{KEYWORD}\s*(?:\Z|=))|\)\s*(?:\Z|`{{1,2}}\Z|```|[^\s)"'`]))"""
 ).match
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from nereid_client.settings import NumBytes, SettingsError
-from nereid_client.supervise.weight_files import tensors_of
+from nereid_client.supervise.weight_files import model_folder, safetensors_files, tensors_of
 
 _GIB = 1 << 30
 _MAX_DEFAULT_KV_CACHE = 4 * _GIB
@@ -121,8 +121,9 @@ def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a checkpoint. If it has safetensors files, return only these."""
     if folder.is_file():
         return [folder]
-    safetensors_files = sorted(folder.glob("*.safetensors"))
-    return safetensors_files or [*folder.glob("*.gguf"), *folder.glob("pytorch_model*.bin")]
+    folder = model_folder(folder)
+    files = safetensors_files(folder)
+    return files or [*folder.glob("*.gguf"), *folder.glob("pytorch_model*.bin")]
 
 
 def _file_bytes(path: Path, settings: Mapping[str, str]) -> float:

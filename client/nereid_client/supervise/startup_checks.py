@@ -128,8 +128,7 @@ def _check_checkpoint(path: Path) -> None:
 
 def _check_checkpoint_files(folder: Path) -> None:
     """Check that a folder contains the files of a checkpoint, and that the files are complete."""
-    if not (folder / "config.json").is_file():
-        folder = _folder_of_first_module(folder)
+    folder = weight_files.model_folder(folder)
     if not (folder / "config.json").is_file():
         remedy = "Give the folder of a Hugging Face checkpoint."
         if (folder / "adapter_config.json").is_file():
@@ -151,19 +150,6 @@ def _check_checkpoint_files(folder: Path) -> None:
     damage = weight_files.find_damage(folder)
     if damage:
         raise CliError(damage)
-
-
-def _folder_of_first_module(folder: Path) -> Path:
-    """Return the folder of the transformers model in a checkpoint of sentence-transformers.
-
-    Some checkpoints have a subfolder, such as 0_Transformer, which modules.json names. If there is
-    no such file, return `folder`. The backend reports a damaged modules.json.
-    """
-    try:
-        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
-        return folder / str(min(modules, key=lambda module: module["idx"])["path"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return folder
 
 
 def _check_json(path: Path) -> None:

@@ -14,21 +14,59 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_INDEX = "model.safetensors.index.json"
+_INDEX_ERRORS = (ValueError, KeyError, TypeError, AttributeError)  # an index with a wrong content
+_ADAPTER = "adapter_model.safetensors"
 _LENGTH_BYTES = 8  # a file starts with the header's length, which has this number of bytes
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library has the same limit
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def find_damage(folder: Path) -> str | None:
-    """Describe the first damaged or missing weight file. Return None if all files are intact."""
+def model_folder(folder: Path) -> Path:
+    """Return the folder of the transformers model in a checkpoint, which contains config.json.
+
+    Some checkpoints of sentence-transformers have a subfolder, such as 0_Transformer, which
+    modules.json names. Return `folder` if there is no such subfolder. The backend reports a damaged
+    modules.json.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        return folder / str(min(modules, key=lambda module: module["idx"])["path"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return folder
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """Return the safetensors files in a folder from which the backend loads the weights.
+
+    The result is model.safetensors, or the files in the index, or all files except the weights of
+    an adapter. Example: consolidated.safetensors, which contains the same weights once more, is
+    left out if there is an index.
+    """
     # As in transformers, an index beside model.safetensors is ignored.
     single = folder / "model.safetensors"
     if single.is_file():
-        return _first_damage([single])
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+        return [single]
+    try:
+        return [folder / name for name in _indexed_names(folder / _INDEX)]
+    except (OSError, *_INDEX_ERRORS):
+        files = sorted(folder.glob("*.safetensors"))
+        return [file for file in files if file.name != _ADAPTER]
+
+
+def find_damage(folder: Path) -> str | None:
+    """Describe the first damaged or missing weight file. Return None if all files are intact."""
+    index = folder / _INDEX
+    if not (folder / "model.safetensors").is_file() and index.is_file():
         return _damage_of_shards(folder, index)
-    return _first_damage(sorted(folder.glob("*.safetensors")))
+    return _first_damage(safetensors_files(folder))
+
+
+def _indexed_names(index: Path) -> list[str]:
+    """Return the sorted names of the weight files in an index."""
+    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
 
 
 def _damage_of_shards(folder: Path, index: Path) -> str | None:
@@ -37,9 +75,9 @@ def _damage_of_shards(folder: Path, index: Path) -> str | None:
     Return None if all files are intact. The file `index` contains the names of the weight files.
     """
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _indexed_names(index)
         missing = [name for name in names if not (folder / name).is_file()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _INDEX_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"
         return f"the file {index} is damaged ({reason}). Download it again."
     if missing:

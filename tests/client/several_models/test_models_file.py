@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 from nereid_client.settings import SettingsError
-from nereid_client.several_models.model_memory import ModelMemory
+from nereid_client.several_models.model_memory import ModelMemory, estimate_memory
 from nereid_client.several_models.models_file import read_models_file
 from nereid_client.several_models.repository import write_repository
 from tritonclient.grpc import model_config_pb2
@@ -40,6 +40,25 @@ def file_with_budget(folder, budget, text, **defaults):
     path = folder / "models.toml"
     path.write_text(f"memory_budget = {budget}\n{text}", encoding="utf-8")
     return read_models_file(path, defaults)
+
+
+def test_only_the_weight_files_that_are_loaded_count_as_memory(tmp_path):
+    folder = tmp_path / weights(tmp_path, "a", matrix=("BF16", [1000, 1024]))
+    content = (folder / "model.safetensors").read_bytes()
+    for name in ("consolidated.safetensors", "model-1.safetensors", "adapter_model.safetensors"):
+        (folder / name).write_bytes(content)
+    index = {"weight_map": {"matrix": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    sizes = [estimate_memory(folder, {}).weights]  # model.safetensors
+    (folder / "model.safetensors").unlink()
+    sizes.append(estimate_memory(folder, {}).weights)  # the files in the index
+    (folder / "consolidated.safetensors").unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    sizes.append(estimate_memory(folder, {}).weights)  # all files except the adapter
+    (tmp_path / "modules.json").write_text('[{"idx": 0, "path": "a"}]')
+    sizes.append(estimate_memory(tmp_path, {}).weights)  # the model in the subfolder
+    assert len(set(sizes)) == 1
+    assert sizes[0] > 0
 
 
 def test_the_memory_of_a_model_is_its_weights_and_its_kv_cache(tmp_path):

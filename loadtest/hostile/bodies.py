@@ -3,23 +3,13 @@
 import json
 from collections.abc import Callable, Iterator
 
-from loadtest.hostile.attack import Attack, chat, post
+from loadtest.hostile.attack import CHATS, COMPLETIONS, Attack, chat, group, post, post_chat
 from loadtest.hostile.grammars import tool
 
-_CHAT = "/v1/chat/completions"
-_COMPLETIONS = "/v1/completions"
-_ROUTES: dict[str, dict[str, object]] = {
-    _CHAT: chat(),
-    _COMPLETIONS: {"prompt": "hi", "max_tokens": 1},
-    "/v1/responses": {"input": "hi", "max_output_tokens": 16},
-    "/v1/messages": chat(),
-    "/tokenize": {"prompt": "hi"},
-    "/v1/embeddings": {"input": "hi"},
-    "/v1/rerank": {"query": "q", "documents": ["d"]},
-    "/v1/score": {"text_1": "q", "text_2": "d"},
-    "/classify": {"input": "hi"},
-    "/pooling": {"input": "hi"},
-}
+_ROUTES = (
+    *(CHATS, COMPLETIONS, "/v1/responses", "/v1/messages", "/tokenize", "/v1/embeddings"),
+    *("/v1/rerank", "/v1/score", "/classify", "/pooling"),
+)
 _DAMAGED = {
     "empty body": b"",
     "a list": b"[]",
@@ -42,25 +32,35 @@ _ODD_BODIES = {
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks in the body of a request."""
-    yield from _damaged()
-    yield from _large()
+    damaged = [(path, name, body) for path in _ROUTES for name, body in _DAMAGED.items()]
+    damaged += [(CHATS, name, body) for name, body in _ODD_BODIES.items()]
+    sends = {f"{path}: {name}": post(path, body) for path, name, body in damaged}
+    yield from group("damaged body", sends, allowed=(400, 413), limit_s=5)
+    damaged_chats = {
+        f"messages: {name}": post_chat(messages=messages)
+        for name, messages in _damaged_messages().items()
+    }
+    yield from group("damaged body", damaged_chats, limit_s=5)
+    many_messages = {
+        f"{count:,} messages": post(CHATS, _chat_of(count)) for count in (20_000, 300_000, 500_000)
+    }
+    yield from group("size", many_messages, allowed=(400, 413, 429))
+    yield from _long_texts()
+    for path, bodies in _large_bodies().items():
+        yield from group("size", {f"{path}: {name}": post(path, bodies[name]) for name in bodies})
 
 
-def _damaged() -> Iterator[Attack]:
-    for path in _ROUTES:
-        for name, body in _DAMAGED.items():
-            yield Attack("damaged body", f"{path}: {name}", post(path, body), (400, 413), 5)
-    for name, body in _ODD_BODIES.items():
-        yield Attack("damaged body", f"{_CHAT}: {name}", post(_CHAT, body), (400, 413), 5)
+def _damaged_messages() -> dict[str, list[dict[str, object]]]:
+    """Return lists of messages with wrong types, deep values or unusual characters."""
     nested: object = "x"
     for _ in range(300):
         nested = [nested]
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 50_000}}]
-    messages = {
+    function = {"name": "f", "arguments": "[" * 50_000}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    part = {"type": "text", "text": nested}
+    return {
         "arguments of 50,000 brackets": [{"role": "assistant", "tool_calls": calls}],
-        "content nested 300 times": [
-            {"role": "user", "content": [{"type": "text", "text": nested}]}
-        ],
+        "content nested 300 times": [{"role": "user", "content": [part]}],
         "tool_calls is a number": [{"role": "assistant", "tool_calls": 7}],
         "tool_calls of null": [{"role": "assistant", "tool_calls": [None]}],
         "content is an object": [{"role": "user", "content": {"a": 1}}],
@@ -72,83 +72,86 @@ def _damaged() -> Iterator[Attack]:
         "special tokens as text": [{"role": "user", "content": "<|im_end|><|endoftext|>" * 100}],
         "100,000 combining accents": [{"role": "user", "content": "a" + "\u0301" * 100_000}],
     }
-    for name, value in messages.items():
-        body = chat(messages=value)
-        yield Attack("damaged body", f"messages: {name}", post(_CHAT, body), limit_s=5)
 
 
-def _large() -> Iterator[Attack]:
-    def chat_of(count: int) -> Callable[[], bytes]:
-        message = b'{"role":"user","content":"a"}'
-        return lambda: b'{"messages":[' + b",".join([message] * count) + b"]}"
+def _chat_of(num_messages: int) -> Callable[[], bytes]:
+    """Return a function that makes the body of a chat with `num_messages` messages."""
+    message = b'{"role":"user","content":"a"}'
+    return lambda: b'{"messages":[' + b",".join([message] * num_messages) + b"]}"
 
-    for count in (20_000, 300_000, 500_000):
-        yield Attack("size", f"{count:,} messages", post(_CHAT, chat_of(count)), (400, 413, 429))
+
+def _long_texts() -> Iterator[Attack]:
+    """Yield requests with one text of several megabytes."""
     for megabytes in (5, 40):
         text = "word " * (megabytes * 200_000)
-        for path, field in (
-            (_CHAT, "messages"),
-            (_COMPLETIONS, "prompt"),
-            ("/tokenize", "prompt"),
-            ("/v1/responses", "input"),
-            ("/v1/messages", "messages"),
-            ("/v1/embeddings", "input"),
-            ("/v1/rerank", "query"),
-        ):
-            if megabytes == 40 and path in ("/v1/responses", "/v1/rerank"):
-                continue
-            value: object = [{"role": "user", "content": text}] if field == "messages" else text
-            body = {field: value, "documents": ["d"]} if field == "query" else {field: value}
+        messages: dict[str, object] = {"messages": [{"role": "user", "content": text}]}
+        bodies: dict[str, dict[str, object]] = {
+            CHATS: messages,
+            COMPLETIONS: {"prompt": text},
+            "/tokenize": {"prompt": text},
+            "/v1/messages": messages,
+            "/v1/embeddings": {"input": text},
+        }
+        if megabytes == 5:
+            bodies["/v1/responses"] = {"input": text}
+            bodies["/v1/rerank"] = {"query": text, "documents": ["d"]}
+        for path, body in bodies.items():
             allowed = (400, 408, 413, 429, *((200,) if path == "/tokenize" else ()))
-            yield Attack("size", f"{path}: {megabytes} MB of text", post(path, body), allowed)
-    many: dict[str, tuple[str, Callable[[], object]]] = {
-        "3 million token ids": (_COMPLETIONS, lambda: {"prompt": [5] * 3_000_000}),
-        "token ids below 0": (_COMPLETIONS, lambda: {"prompt": [-1]}),
-        "token ids above 2**63": (_COMPLETIONS, lambda: {"prompt": [2**70]}),
-        "100,000 prompts": (_COMPLETIONS, lambda: {"prompt": ["a"] * 100_000}),
-        "one character, 10 MB": (_COMPLETIONS, lambda: {"prompt": "a" * 10_000_000}),
-        "blanks, 10 MB": (_CHAT, lambda: chat(messages=[{"role": "user", "content": " " * 10**7}])),
-        "100,000 content parts": (
-            _CHAT,
-            lambda: chat(
+            name = f"{path}: {megabytes} MB of text"
+            yield Attack("size", name, post(path, body), allowed=allowed)
+
+
+def _large_bodies() -> dict[str, dict[str, Callable[[], object]]]:
+    """Return functions that make large or extreme bodies, by path and name."""
+    return {
+        COMPLETIONS: {
+            "3 million token ids": lambda: {"prompt": [5] * 3_000_000},
+            "token ids below 0": lambda: {"prompt": [-1]},
+            "token ids above 2**63": lambda: {"prompt": [2**70]},
+            "100,000 prompts": lambda: {"prompt": ["a"] * 100_000},
+            "one character, 10 MB": lambda: {"prompt": "a" * 10_000_000},
+            "best_of of 10**6": lambda: {"prompt": "a", "best_of": 10**6},
+            "logprobs of 10**6": lambda: {"prompt": "a", "logprobs": 10**6},
+        },
+        CHATS: {
+            "blanks, 10 MB": lambda: chat(messages=[{"role": "user", "content": " " * 10**7}]),
+            "100,000 content parts": lambda: chat(
                 messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 100_000}]
             ),
-        ),
-        "20,000 tools": (_CHAT, lambda: chat(tools=[tool(f"f{i}") for i in range(20_000)])),
-        "a tool name of 5 MB": (_CHAT, lambda: chat(tools=[tool("f" * 5_000_000)])),
-        "100,000 stop strings": (_CHAT, lambda: chat(stop=[f"s{i}" for i in range(100_000)])),
-        "a stop string of 5 MB": (_CHAT, lambda: chat(stop="x" * 5_000_000)),
-        "100,000 bad words": (_CHAT, lambda: chat(bad_words=[f"w{i}" for i in range(100_000)])),
-        "200,000 biases": (_CHAT, lambda: chat(logit_bias={str(i): 1 for i in range(200_000)})),
-        "a million allowed tokens": (_CHAT, lambda: chat(allowed_token_ids=list(range(10**6)))),
-        "a million stop tokens": (_CHAT, lambda: chat(stop_token_ids=list(range(10**6)))),
-        "n of 10**9": (_CHAT, lambda: chat(n=10**9)),
-        "max_tokens of 10**18": (_CHAT, lambda: chat(max_tokens=10**18, stop=list("aeiou"))),
-        "best_of of 10**6": (_COMPLETIONS, lambda: {"prompt": "a", "best_of": 10**6}),
-        "seed of 2**70": (_CHAT, lambda: chat(seed=2**70)),
-        "temperature of 1e308": (_CHAT, lambda: chat(temperature=1e308)),
-        "logprobs of 10**6": (_COMPLETIONS, lambda: {"prompt": "a", "logprobs": 10**6}),
-        "a cache salt of 5 MB": (_CHAT, lambda: chat(cache_salt="s" * 5_000_000)),
-        "a user of 5 MB": (_CHAT, lambda: chat(user="u" * 5_000_000)),
-        "metadata with 100,000 keys": (
-            _CHAT,
-            lambda: chat(metadata={str(i): "x" for i in range(100_000)}),
-        ),
-        "100,000 texts to embed": ("/v1/embeddings", lambda: {"input": ["a"] * 100_000}),
-        "a million token ids to embed": ("/v1/embeddings", lambda: {"input": [[5] * 10**6]}),
-        "dimensions of 10**9": ("/v1/embeddings", lambda: {"input": "a", "dimensions": 10**9}),
-        "100,000 documents": ("/v1/rerank", lambda: {"query": "q", "documents": ["d"] * 100_000}),
-        "documents of 10 MB": ("/v1/rerank", lambda: {"query": "q", "documents": ["d" * 10**7]}),
-        "top_n of -1": ("/v1/rerank", lambda: {"query": "q", "documents": ["d"], "top_n": -1}),
-        "a million numbers": ("/v1/responses", lambda: {"input": [7] * 10**6}),
-        "100,000 input items": (
-            "/v1/responses",
-            lambda: {"input": [{"role": "user", "content": "a"}] * 100_000},
-        ),
-        "65 MiB": (_CHAT, lambda: b" " * (65 * 2**20)),
-        "63 MiB of blanks": (_CHAT, lambda: b" " * (63 * 2**20)),
-        "10 million numbers": (_CHAT, lambda: b'{"messages":[' + b"1," * 10**7 + b"1]}"),
-        "2 million empty objects": (_CHAT, lambda: b'{"messages":[' + b"{}," * 2 * 10**6 + b"{}]}"),
+            "20,000 tools": lambda: chat(tools=[tool(f"f{i}") for i in range(20_000)]),
+            "a tool name of 5 MB": lambda: chat(tools=[tool("f" * 5_000_000)]),
+            "100,000 stop strings": lambda: chat(stop=[f"s{i}" for i in range(100_000)]),
+            "a stop string of 5 MB": lambda: chat(stop="x" * 5_000_000),
+            "100,000 bad words": lambda: chat(bad_words=[f"w{i}" for i in range(100_000)]),
+            "200,000 biases": lambda: chat(logit_bias={str(i): 1 for i in range(200_000)}),
+            "a million allowed tokens": lambda: chat(allowed_token_ids=list(range(10**6))),
+            "a million stop tokens": lambda: chat(stop_token_ids=list(range(10**6))),
+            "n of 10**9": lambda: chat(n=10**9),
+            "max_tokens of 10**18": lambda: chat(max_tokens=10**18, stop=list("aeiou")),
+            "seed of 2**70": lambda: chat(seed=2**70),
+            "temperature of 1e308": lambda: chat(temperature=1e308),
+            "a cache salt of 5 MB": lambda: chat(cache_salt="s" * 5_000_000),
+            "a user of 5 MB": lambda: chat(user="u" * 5_000_000),
+            "metadata with 100,000 keys": lambda: chat(
+                metadata={str(i): "x" for i in range(100_000)}
+            ),
+            "65 MiB": lambda: b" " * (65 * 2**20),
+            "63 MiB of blanks": lambda: b" " * (63 * 2**20),
+            "10 million numbers": lambda: b'{"messages":[' + b"1," * 10**7 + b"1]}",
+            "2 million empty objects": lambda: b'{"messages":[' + b"{}," * 2 * 10**6 + b"{}]}",
+        },
+        "/v1/embeddings": {
+            "100,000 texts to embed": lambda: {"input": ["a"] * 100_000},
+            "a million token ids to embed": lambda: {"input": [[5] * 10**6]},
+            "dimensions of 10**9": lambda: {"input": "a", "dimensions": 10**9},
+        },
+        "/v1/rerank": {
+            "100,000 documents": lambda: {"query": "q", "documents": ["d"] * 100_000},
+            "documents of 10 MB": lambda: {"query": "q", "documents": ["d" * 10**7]},
+            "top_n of -1": lambda: {"query": "q", "documents": ["d"], "top_n": -1},
+        },
+        "/v1/responses": {
+            "a million numbers": lambda: {"input": [7] * 10**6},
+            "100,000 input items": lambda: {"input": [{"role": "user", "content": "a"}] * 100_000},
+        },
     }
-    for name, (path, body) in many.items():
-        yield Attack("size", f"{path}: {name}", post(path, body))

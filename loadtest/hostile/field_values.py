@@ -15,9 +15,19 @@ from nereid_client.protocol.rerank_requests import ClassifyRequest, RerankReques
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.tokenize_request import TokenizeRequest
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Target, chat, post, worst
+from loadtest.hostile.attack import (
+    CHATS,
+    COMPLETIONS,
+    Attack,
+    Outcome,
+    Send,
+    Target,
+    chat,
+    post,
+    worst,
+)
 
-# The hostile values as JSON texts. `json.dumps` cannot write some of these texts.
+# The hostile values are JSON texts, because `json.dumps` cannot write some of them.
 _VALUES = (
     *("null", "true", "0", "-1", "1.5", "1e308", "-1e999", "NaN", "Infinity"),
     *("9223372036854775808", "1" + "0" * 400, '""', '"\\u0000"', '"\\ud800"', '"../../etc/passwd"'),
@@ -28,9 +38,10 @@ _VALUES = (
 )
 # Without max_tokens, an answer ends at one of these letters.
 _STOP = list("aeiou")
+_LIMIT_S = 60.0  # for all values of a field together
 _ROUTES: Mapping[str, tuple[type[RequestBody], dict[str, object]]] = {
-    "/v1/chat/completions": (ChatCompletionRequest, chat(stop=_STOP)),
-    "/v1/completions": (CompletionRequest, {"prompt": "hi", "max_tokens": 2, "stop": _STOP}),
+    CHATS: (ChatCompletionRequest, chat(stop=_STOP)),
+    COMPLETIONS: (CompletionRequest, {"prompt": "hi", "max_tokens": 2, "stop": _STOP}),
     "/v1/responses": (ResponsesRequest, {"input": "hi", "max_output_tokens": 16}),
     "/v1/messages": (MessagesRequest, chat(stop_sequences=_STOP)),
     "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
@@ -40,27 +51,28 @@ _ROUTES: Mapping[str, tuple[type[RequestBody], dict[str, object]]] = {
     "/v1/score": (ScoreRequest, {"text_1": "q", "text_2": "d"}),
     "/classify": (ClassifyRequest, {"input": "hi"}),
 }
-# The field `timeout` asks for a short time limit, after which the answer is a 504.
+# A short time limit in `timeout` or `queue_timeout` gives the status 504 or 503.
 _ALLOWED = {"timeout": (200, 400, 504), "queue_timeout": (200, 400, 503)}
 
 
 def attacks() -> Iterator[Attack]:
     """Yield one attack for each field of each route."""
-    for path, (kind, body) in _ROUTES.items():
-        refused = {**REFUSED, **REFUSED_IN_CHAT} if path == "/v1/chat/completions" else {}
-        for field in sorted({*kind.model_fields, *refused}):
+    for path, (model, body) in _ROUTES.items():
+        refused = {**REFUSED, **REFUSED_IN_CHAT} if path == CHATS else {}
+        for field in sorted({*model.model_fields, *refused}):
+            send = _each_value(path, body, field)
             allowed = _ALLOWED.get(field, ())
-            yield Attack("field", f"{path}: {field}", _each_value(path, body, field), allowed, 60)
+            yield Attack("field", f"{path}: {field}", send, allowed=allowed, limit_s=_LIMIT_S)
 
 
 def _each_value(path: str, body: Mapping[str, object], field: str) -> Send:
     """Return a function that sends a request for each hostile value of a field."""
-    rest = json.dumps({name: value for name, value in body.items() if name != field})[1:]
-    comma = ", " if rest != "}" else ""
+    others = {name: value for name, value in body.items() if name != field}
+    other_texts = [f'"{name}": {json.dumps(value)}' for name, value in others.items()]
 
     def send(target: Target, limit_s: float) -> Outcome:
-        texts = (f'{{"{field}": {value}{comma}{rest}' for value in _VALUES)
-        sends = [post(path, text.encode()) for text in texts]
-        return worst(one(target, limit_s) for one in sends)
+        bodies = (", ".join([f'"{field}": {value}', *other_texts]) for value in _VALUES)
+        sends = [post(path, f"{{{text}}}".encode()) for text in bodies]
+        return worst(send_one(target, limit_s) for send_one in sends)
 
     return send

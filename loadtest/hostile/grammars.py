@@ -1,21 +1,24 @@
 """Attacks with grammars: JSON schemas, regular expressions, EBNF texts and structural tags."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from loadtest.hostile.attack import Attack, chat, post
+from loadtest.hostile.attack import CHATS, COMPLETIONS, Attack, chat, group, post, post_chat
 
-_CHAT = "/v1/chat/completions"
+_BOMB = "((a{1,1000}){1,1000}){1,1000}"
 
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks with grammars."""
-    for name, schema in {**_large_schemas(), **_odd_schemas(), **_references()}.items():
-        yield Attack("schema", name, post(_CHAT, schema_request(schema)))
-    for name, value in {**_patterns(), **_ebnf(), **_other_kinds()}.items():
-        yield Attack("grammar", name, post(_CHAT, chat(structured_outputs=value)))
+    schemas = {**_large_schemas(), **_odd_schemas(), **_references()}
+    sends = {name: post(CHATS, schema_request(schema)) for name, schema in schemas.items()}
+    yield from group("schema", sends)
+    grammars = {**_patterns(), **_ebnf(), **_other_kinds()}
+    sends = {name: post_chat(structured_outputs=value) for name, value in grammars.items()}
+    yield from group("grammar", sends)
     yield from _fields()
     yield from _tools()
+    yield from _tool_choices()
 
 
 def tool(name: str, *, parameters: object = None, is_strict: bool = False) -> dict[str, object]:
@@ -42,12 +45,10 @@ def object_schema(count: int, **keywords: object) -> dict[str, object]:
 
 
 def _large_schemas() -> dict[str, object]:
-    deep: object = {"type": "string"}
-    for _ in range(150):
-        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
-    wide: object = {"type": "string"}
-    for _ in range(6):
-        wide = {"anyOf": [{"type": "object", "properties": {f"p{i}": wide}} for i in range(6)]}
+    deep = _nested(lambda schema: {**_object(a=schema), "required": ["a"]}, levels=150)
+    wide = _nested(
+        lambda schema: {"anyOf": [_object(**{f"p{i}": schema}) for i in range(6)]}, levels=6
+    )
     return {
         "5,000 properties": object_schema(5_000),
         "9,000 properties": object_schema(9_000),
@@ -71,21 +72,27 @@ def _large_schemas() -> dict[str, object]:
         },
         "a property name of 500 kB": {"type": "object", "required": ["p" * 500_000]},
         "20,000 required names": {"type": "object", "required": [f"r{i}" for i in range(20_000)]},
-        "not in not, 60 levels": _nested("not", 60),
-        "if in if, 60 levels": _nested("if", 60),
-        "items in items, 400 levels": _nested("items", 400),
+        "not in not, 60 levels": _nested(lambda schema: {"not": schema}, levels=60),
+        "if in if, 60 levels": _nested(lambda schema: {"if": schema}, levels=60),
+        "items in items, 400 levels": _nested(lambda schema: {"items": schema}, levels=400),
         "2,000 prefixItems": {"type": "array", "prefixItems": [{"type": "integer"}] * 2_000},
     }
 
 
-def _nested(keyword: str, levels: int) -> object:
+def _object(**properties: object) -> dict[str, object]:
+    return {"type": "object", "properties": properties}
+
+
+def _nested(wrap: Callable[[object], object], levels: int) -> object:
+    """Apply `wrap` to the schema of a string, `levels` times."""
     schema: object = {"type": "string"}
     for _ in range(levels):
-        schema = {keyword: schema}
+        schema = wrap(schema)
     return schema
 
 
 def _odd_schemas() -> dict[str, object]:
+    """Return schemas with invalid or extreme values."""
     return {
         "a pattern that explodes": {"type": "string", "pattern": "^((a|a|a|a){1,900}){1,900}$"},
         "a pattern with backtracking": {"type": "string", "pattern": "^(a+)+(b|c*)*$"},
@@ -133,6 +140,7 @@ def _odd_schemas() -> dict[str, object]:
 
 
 def _references() -> dict[str, object]:
+    """Return schemas with references: remote, circular, long or damaged."""
     chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3_000)}
     doubling: dict[str, object] = {
         f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2}
@@ -192,7 +200,7 @@ def _references() -> dict[str, object]:
 
 def _patterns() -> dict[str, dict[str, object]]:
     patterns: dict[str, object] = {
-        "nested repetition": "((a{1,1000}){1,1000}){1,1000}",
+        "nested repetition": _BOMB,
         "any character 5,000 times": "(.{0,5000}){0,5000}",
         "any character at a distance": "(a|b)*a(a|b){24}",
         "many alternatives at a distance": "(" + "|".join(f".*{i}.*" for i in range(200)) + ")",
@@ -265,7 +273,7 @@ def _other_kinds() -> dict[str, dict[str, object]]:
         "choice: a text": {"choice": "abc"},
         "structural tag: damaged": {"structural_tag": "{"},
         "structural tag: no format": {"structural_tag": json.dumps({"type": "structural_tag"})},
-        "structural tag: deep": {"structural_tag": json.dumps(_deep_tag(200))},
+        "structural tag: deep": {"structural_tag": _tag(_nested_sequence(200))},
         "structural tag: 3,000 triggers": {"structural_tag": _tag(trigger)},
         "structural tag: a remote schema": {
             "structural_tag": _tag(
@@ -281,58 +289,59 @@ def _other_kinds() -> dict[str, dict[str, object]]:
 
 
 def _tag(form: object) -> str:
+    """Return the text of a structural tag with a format."""
     return json.dumps({"type": "structural_tag", "format": form})
 
 
-def _deep_tag(depth: int) -> dict[str, object]:
-    tag: dict[str, object] = {"type": "const_string", "value": "a"}
+def _nested_sequence(depth: int) -> object:
+    """Return the format of a structural tag with nested sequences."""
+    form: object = {"type": "const_string", "value": "a"}
     for _ in range(depth):
-        tag = {"type": "sequence", "elements": [tag, tag] if depth < 10 else [tag]}
-    return {"type": "structural_tag", "format": tag}
+        form = {"type": "sequence", "elements": [form]}
+    return form
 
 
 def _fields() -> Iterator[Attack]:
     """Yield attacks with a grammar in each field that accepts grammars, and on the other routes."""
-    bomb = "((a{1,1000}){1,1000}){1,1000}"
-    for field, value in {
-        "regex": bomb,
+    fields: dict[str, object] = {
+        "regex": _BOMB,
         "ebnf": 'root ::= (("a"{1,999}){1,999}){1,999}',
-        "json_schema": json.dumps({"pattern": bomb}),
+        "json_schema": json.dumps({"pattern": _BOMB}),
         "grammar": "root ::= root root",
-        "guided_json": {"pattern": bomb},
-        "guided_regex": bomb,
+        "guided_json": {"pattern": _BOMB},
+        "guided_regex": _BOMB,
         "guided_grammar": "root ::= root root",
         "guided_choice": ["a"] * 50_000,
-    }.items():
-        for path, body in ((_CHAT, chat()), ("/v1/completions", {"prompt": "a"})):
-            send = post(path, {**body, field: value, "max_tokens": 2})
-            yield Attack("grammar", f"{path}: {field}", send)
-    text = {"format": {"type": "json_schema", "name": "s", "schema": {"pattern": bomb}}}
-    yield Attack("grammar", "/v1/responses", post("/v1/responses", {"input": "a", "text": text}))
+    }
+    sends = {}
+    for field, value in fields.items():
+        sends[f"{CHATS}: {field}"] = post_chat(**{field: value})
+        completion = {"prompt": "a", field: value, "max_tokens": 2}
+        sends[f"{COMPLETIONS}: {field}"] = post(COMPLETIONS, completion)
+    text = {"format": {"type": "json_schema", "name": "s", "schema": {"pattern": _BOMB}}}
+    sends["/v1/responses"] = post("/v1/responses", {"input": "a", "text": text})
+    yield from group("grammar", sends)
 
 
 def _tools() -> Iterator[Attack]:
     """Yield tools whose parameters or names are hostile."""
-    cases: dict[str, list[object]] = {
+    contradiction = {
+        "type": "object",
+        "properties": {"a": {"type": "number", "multipleOf": 0.7}},
+        "allOf": [{"required": ["a"]}, {"required": ["b"]}],
+    }
+    patterns = object_schema(5, pattern="^(a|b){1,400}$")
+    tools: dict[str, list[object]] = {
         "a strict tool with 3,000 properties": [
             tool("f", parameters=object_schema(3_000), is_strict=True)
         ],
         "500 tools with required": [tool(f"f{i}") for i in range(500)],
         "500 tools with the same name": [tool("f")] * 500,
         "200 strict tools with patterns": [
-            tool(f"f{i}", parameters=object_schema(5, pattern="^(a|b){1,400}$"), is_strict=True)
-            for i in range(200)
+            tool(f"f{i}", parameters=patterns, is_strict=True) for i in range(200)
         ],
         "a strict tool with multipleOf and allOf": [
-            tool(
-                "f",
-                parameters={
-                    "type": "object",
-                    "properties": {"a": {"type": "number", "multipleOf": 0.7}},
-                    "allOf": [{"required": ["a"]}, {"required": ["b"]}],
-                },
-                is_strict=True,
-            )
+            tool("f", parameters=contradiction, is_strict=True)
         ],
         "a remote $ref": [tool("f", parameters={"$ref": "http://127.0.0.1:{canary}/t"})],
         "a $ref to itself": [tool("f", parameters={"$ref": "#"}, is_strict=True)],
@@ -346,16 +355,25 @@ def _tools() -> Iterator[Attack]:
         "an unknown type": [{"type": "computer"}],
         "a number": [7],
     }
-    for name, tools in cases.items():
-        for choice in ("required", "auto"):
-            send = post(_CHAT, chat(tools=tools, tool_choice=choice))
-            yield Attack("tools", f"{name}, {choice}", send)
-    for title, value in {
+    for choice in ("required", "auto"):
+        sends = {
+            f"{name}, {choice}": post_chat(tools=value, tool_choice=choice)
+            for name, value in tools.items()
+        }
+        yield from group("tools", sends)
+
+
+def _tool_choices() -> Iterator[Attack]:
+    """Yield invalid values of the field `tool_choice`."""
+    choices: dict[str, object] = {
         "an unknown function": {"type": "function", "function": {"name": "g"}},
         "a list": [],
         "a number": 7,
         "an empty object": {},
         "a name of 1 MB": {"type": "function", "function": {"name": "g" * 10**6}},
-    }.items():
-        send = post(_CHAT, chat(tools=[tool("f")], tool_choice=value))
-        yield Attack("tools", f"tool_choice: {title}", send)
+    }
+    sends = {
+        f"tool_choice: {name}": post_chat(tools=[tool("f")], tool_choice=choice)
+        for name, choice in choices.items()
+    }
+    yield from group("tools", sends)

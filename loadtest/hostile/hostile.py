@@ -17,7 +17,6 @@ On a busy machine, the time limits are longer: the client first measures the tim
 without attacks. The exit code is 1 if the run fails.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -42,9 +41,9 @@ from loadtest.hostile import (
     triton_http,
     wire,
 )
-from loadtest.hostile.attack import Attack, Outcome, Target, exchange
+from loadtest.hostile.attack import Attack, Outcome, Request, Target, exchange
 from loadtest.hostile.observers import MemoryWatch, Neighbour, canary, first_token_s
-from loadtest.hostile.report import Limits, Observations, Result, report
+from loadtest.hostile.report import Limits, Result, Run, report
 from loadtest.server import processes
 from loadtest.server.served import Served
 
@@ -73,26 +72,20 @@ def all_attacks() -> list[Attack]:
 
 def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tuple[str, bool]:
     """Start a server, run the attacks, and return the report and whether the run passed."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        canary() as (canary_port, visits),
-        ExitStack() as stack,
-    ):
-        keys = Path(folder) / "keys.toml"
-        keys.write_text(_KEYS)
-        environment = {**_SETTINGS, "NEREID_API_KEY_FILE": str(keys)}
-        served = Served(environment=environment, arguments=["--log-level=warning"])
-        with limited_memory(memory_limit):
-            stack.enter_context(served)
+    with serve(memory_limit) as served, canary() as (canary_port, visits):
         port = served.openai_port
         target = Target(
-            *(port, served.http_port, served.grpc_url),
-            *(_ATTACKER, stored_response(port), canary_port),
+            openai=port,
+            http=served.http_port,
+            grpc=served.grpc_url,
+            key=_ATTACKER,
+            foreign_response=stored_response(port),
+            canary=canary_port,
         )
         limits = Limits.measure(
             [first_token_s(port, _NEIGHBOUR) for _ in range(_NUM_QUIET_REQUESTS)]
         )
-        before = {role: process.pid for role, process in processes.roles(served).items()}
+        before = processes.pids(served)
         memory, neighbour = MemoryWatch(served), Neighbour(port, _NEIGHBOUR)
         memory.start()
         neighbour.start()
@@ -101,21 +94,20 @@ def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tup
         os.nice(_ATTACKER_NICENESS)
         started = time.monotonic()
         with ThreadPoolExecutor(num_attackers) as pool:
-            results = list(pool.map(lambda one: _result(one, target, limits), attacks))
+            results = list(pool.map(lambda attack: _result(attack, target, limits), attacks))
         time.sleep(1)
         neighbour.stop()
         memory.stop()
-        after = {role: process.pid for role, process in processes.roles(served).items()}
+        gone = processes.replaced(before, served)
         log = served.output + served.server_log
-    gone = [role for role, pid in before.items() if after.get(role) != pid]
-    seen = Observations(results, neighbour, memory, gone, visits, started, limits)
-    text, has_passed = report(seen)
+    text, has_passed = report(Run(results, neighbour, memory, gone, visits, started, limits))
     if not has_passed:
         text += "\n\nThe last warnings in the log:\n" + _warnings(log)
     return text, has_passed
 
 
 def _result(attack: Attack, target: Target, limits: Limits) -> Result:
+    """Run an attack, and print its fault."""
     started = time.monotonic()
     try:
         outcome = attack.send(target, attack.limit_s * limits.slowness)
@@ -125,6 +117,19 @@ def _result(attack: Attack, target: Target, limits: Limits) -> Result:
     if result.fault:
         print(f"fault: {attack.kind}: {attack.name}: {result.fault}", file=sys.stderr)
     return result
+
+
+@contextmanager
+def serve(memory_limit: int) -> Iterator[Served]:
+    """Start a server with two API keys, and with limited memory for each of its processes."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        keys = Path(folder) / "keys.toml"
+        keys.write_text(_KEYS)
+        environment = {**_SETTINGS, "NEREID_API_KEY_FILE": str(keys)}
+        served = Served(environment=environment, arguments=["--log-level=warning"])
+        with limited_memory(memory_limit):  # the processes keep the limit
+            stack.enter_context(served)
+        yield served
 
 
 @contextmanager
@@ -142,7 +147,8 @@ def stored_response(port: int) -> str:
     """Create a response of the well-behaved client, and return its id."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_NEIGHBOUR}"}
     body = json.dumps({"input": "my secret", "max_output_tokens": 16}).encode()
-    outcome = exchange(port, "POST", "/v1/responses", body, headers, 60)
+    request = Request("POST", "/v1/responses", body, headers)
+    outcome = exchange(port, request, limit_s=60)
     if outcome.status != 200:
         raise RuntimeError(f"the server rejected the first response: {outcome}")
     response_id: str = json.loads(outcome.text)["id"]
@@ -150,18 +156,19 @@ def stored_response(port: int) -> str:
 
 
 def _warnings(log: str) -> str:
-    found = [line for line in log.splitlines() if "Error" in line or "nereid: " in line]
-    return "\n".join(found[-40:])
+    lines = [line for line in log.splitlines() if "Error" in line or "nereid: " in line]
+    return "\n".join(lines[-40:])
 
 
 def main() -> int:
     """Run the program and return the exit code."""
     parser = command_line.parser(__doc__)
-    parser.add_argument("--only", default="", help="run the attacks whose kind or name contains it")
-    parser.add_argument("--attackers", type=int, default=4, help="attacks at the same time")
-    parser.add_argument("--memory-gib", type=float, default=6, help="the memory of each process")
-    parser.add_argument("--list", action="store_true", help="print the attacks and exit")
-    args: argparse.Namespace = parser.parse_args()
+    add = parser.add_argument
+    add("--only", default="", help="run the attacks whose kind or name contains this text")
+    add("--attackers", type=int, default=4, help="attacks at the same time")
+    add("--memory-gib", type=float, default=6, help="the memory of each process")
+    add("--list", action="store_true", help="print the attacks and exit")
+    args = parser.parse_args()
     by_name = {f"{one.kind}: {one.name}": one for one in all_attacks()}
     command_line.check_word(parser, "--only", args.only, by_name)
     attacks = [one for name, one in by_name.items() if args.only in name]

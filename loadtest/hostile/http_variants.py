@@ -8,29 +8,57 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Target, chat, post, raw, read_raw
-from loadtest.hostile.wire import CLOSES, head, not_smuggled
+from loadtest.hostile.attack import (
+    CHATS,
+    Attack,
+    Outcome,
+    Send,
+    Target,
+    chat,
+    connect,
+    group,
+    post,
+    raw,
+    read_raw,
+    with_key,
+)
+from loadtest.hostile.wire import BODY, CLOSES, LENGTH, head, not_smuggled, request
 
-_CHAT = "/v1/chat/completions"
-_BODY = json.dumps(chat()).encode()
-_STREAM = json.dumps(chat(stream=True, max_tokens=200, ignore_eos=True)).encode()
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() resets the connection
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # for SO_LINGER: on, and no time to send the rest
 
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks of this module."""
     yield from _framing()
-    yield from _methods_and_paths()
+    yield from _paths()
     yield from _contents()
     yield from _broken_connections()
 
 
 def _framing() -> Iterator[Attack]:
     """Yield requests whose length servers and proxies may read differently."""
-    length = b"Content-Length: %d" % len(_BODY)
-    size = b"%x" % len(_BODY)
-    chunk = size + b"\r\n" + _BODY + b"\r\n0\r\n\r\n"
-    encodings = {
+    size = b"%x" % len(BODY)
+    chunk = size + b"\r\n" + BODY + b"\r\n0\r\n\r\n"
+    sends = {
+        **{
+            f"with a length: {name}": not_smuggled(head(LENGTH, line) + chunk)
+            for name, line in _encodings().items()
+        },
+        **{
+            name: not_smuggled(head(b"Content-Length: " + length) + BODY)
+            for name, length in _lengths().items()
+        },
+        **{
+            name: not_smuggled(head(b"Transfer-Encoding: chunked") + body)
+            for name, body in _chunked_bodies(chunk, size).items()
+        },
+    }
+    yield from group("smuggling", sends, allowed=(200, *CLOSES), limit_s=10)
+
+
+def _encodings() -> dict[str, bytes]:
+    """Return header lines that are similar to `Transfer-Encoding: chunked`."""
+    return {
         "chunked in capitals": b"Transfer-Encoding: CHUNKED",
         "chunked, identity": b"Transfer-Encoding: chunked, identity",
         "chunked with a parameter": b"Transfer-Encoding: chunked;q=1",
@@ -43,46 +71,46 @@ def _framing() -> Iterator[Attack]:
         "a bare line feed before chunked": b"X: a\nTransfer-Encoding: chunked",
         "a bare carriage return before chunked": b"X: a\rTransfer-Encoding: chunked",
     }
-    for name, line in encodings.items():
-        send = not_smuggled(head(length, line) + chunk)
-        yield Attack("smuggling", f"with a length: {name}", send, (200, *CLOSES), 10)
-    lengths = {
-        "two equal lengths": b"%d, %d" % (len(_BODY), len(_BODY)),
+
+
+def _lengths() -> dict[str, bytes]:
+    """Return unusual values of the header `Content-Length`."""
+    return {
+        "two equal lengths": b"%d, %d" % (len(BODY), len(BODY)),
         "an empty length": b"",
         "a length with an underscore": b"1_0",
-        "a length with a fraction": b"%d.0" % len(_BODY),
+        "a length with a fraction": b"%d.0" % len(BODY),
         "a length with an exponent": b"1e2",
-        "a length with leading zeros": b"000%d" % len(_BODY),
-        "a length with a tab": b"\t%d\t" % len(_BODY),
+        "a length with leading zeros": b"000%d" % len(BODY),
+        "a length with a tab": b"\t%d\t" % len(BODY),
         "a length in other digits": "\u0663".encode(),
-        "a length with a second word": b"%d x" % len(_BODY),
+        "a length with a second word": b"%d x" % len(BODY),
     }
-    for name, value in lengths.items():
-        send = not_smuggled(head(b"Content-Length: " + value) + _BODY)
-        yield Attack("smuggling", name, send, (200, *CLOSES), 10)
-    chunks = {
+
+
+def _chunked_bodies(chunk: bytes, size: bytes) -> dict[str, bytes]:
+    """Return variants of `chunk`, a correct body in one chunk. `size` is the size of the chunk."""
+    return {
         "a chunk size with a sign": b"+" + chunk,
         "a chunk size with 0x": b"0x" + chunk,
-        "a chunk size with blanks": b"  " + size + b"  \r\n" + _BODY + b"\r\n0\r\n\r\n",
+        "a chunk size with blanks": b"  " + size + b"  \r\n" + BODY + b"\r\n0\r\n\r\n",
         "a chunk size with an underscore": b"0_" + chunk,
         "a negative chunk size": b"-1\r\n" + chunk,
         "chunk lines that end with a line feed": chunk.replace(b"\r\n", b"\n"),
-        "a chunk extension with a line feed": size + b";a\nb\r\n" + _BODY + b"\r\n0\r\n\r\n",
-        "a chunk extension with quotes": size + b';a="\r\n"\r\n' + _BODY + b"\r\n0\r\n\r\n",
+        "a chunk extension with a line feed": size + b";a\nb\r\n" + BODY + b"\r\n0\r\n\r\n",
+        "a chunk extension with quotes": size + b';a="\r\n"\r\n' + BODY + b"\r\n0\r\n\r\n",
         "a trailer with a length": chunk[:-2] + b"Content-Length: 9\r\n\r\n",
         "bytes after the last chunk": chunk + b"GARBAGE",
         "only the last chunk": b"0\r\n\r\n",
     }
-    for name, body in chunks.items():
-        send = not_smuggled(head(b"Transfer-Encoding: chunked") + body)
-        yield Attack("smuggling", name, send, (200, *CLOSES), 10)
 
 
-def _methods_and_paths() -> Iterator[Attack]:
+def _paths() -> Iterator[Attack]:
+    """Yield unusual methods, paths and queries."""
     end = b" HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n\r\n"
     lines = {
-        "PUT": b"PUT " + _CHAT.encode(),
-        "PATCH": b"PATCH " + _CHAT.encode(),
+        "PUT": b"PUT " + CHATS.encode(),
+        "PATCH": b"PATCH " + CHATS.encode(),
         "PROPFIND": b"PROPFIND /",
         "BREW": b"BREW /",
         "a method in lower case": b"get /v1/models",
@@ -107,12 +135,12 @@ def _methods_and_paths() -> Iterator[Attack]:
         "no path": b"GET",
         "a tab instead of a blank": b"GET\t/v1/models",
     }
-    allowed = (200, 204, 301, 307, 403, *CLOSES)
-    for name, line in lines.items():
-        yield Attack("paths", name, raw(line + end), allowed, 10)
+    sends = {name: raw(line + end) for name, line in lines.items()}
+    yield from group("paths", sends, allowed=(200, 204, 301, 307, 403, *CLOSES), limit_s=10)
 
 
 def _contents() -> Iterator[Attack]:
+    """Yield unusual content types, encodings and other headers."""
     boundary = b"--b\r\nContent-Disposition: form-data; name=file; filename=../../x\r\n\r\n"
     parts = boundary * 20_000 + b"--b--\r\n"
     bomb = zlib.compress(b" " * 50_000_000)
@@ -131,87 +159,88 @@ def _contents() -> Iterator[Attack]:
             json.dumps(chat()).encode("utf-16"),
             {"Content-Type": "application/json; charset=utf-16"},
         ),
-        "an unknown charset": (_BODY, {"Content-Type": "application/json; charset=../../x"}),
-        "a damaged content type": (_BODY, {"Content-Type": ";;;=,/"}),
-        "two values in the content type": (_BODY, {"Content-Type": "text/plain, application/json"}),
+        "an unknown charset": (BODY, {"Content-Type": "application/json; charset=../../x"}),
+        "a damaged content type": (BODY, {"Content-Type": ";;;=,/"}),
+        "two values in the content type": (BODY, {"Content-Type": "text/plain, application/json"}),
         "deflate": (bomb, {"Content-Encoding": "deflate"}),
         "br": (bomb, {"Content-Encoding": "br"}),
         "gzip ten times": (bomb, {"Content-Encoding": ", ".join(["gzip"] * 10)}),
-        "an unknown content encoding": (_BODY, {"Content-Encoding": "x"}),
-        "a range": (_BODY, {"Range": "bytes=0-1,5-999999999999,-1"}),
-        "1,000 ranges": (_BODY, {"Range": "bytes=" + ",".join(["0-0"] * 1_000)}),
-        "conditions": (_BODY, {"If-Match": '"x"', "If-Modified-Since": "Thu, 99 Foo"}),
-        "an unknown expectation": (_BODY, {"Expect": "200-ok"}),
-        "an accepted type": (_BODY, {"Accept": "image/png;q=nan", "Accept-Encoding": "*;q=-1"}),
-        "a forwarded address": (_BODY, {"X-Forwarded-For": "1.1.1.1", "Forwarded": "for=x"}),
-        "an origin": (_BODY, {"Origin": "null", "Access-Control-Request-Method": "X"}),
-        "the identity of another client": (_BODY, {"X-Client-Id": "neighbour"}),
-        "a client id of 50,000 characters": (_BODY, {"X-Client-Id": "c" * 50_000}),
-        "basic authorization": (_BODY, {"Authorization": "Basic " + "QQ" * 5_000}),
-        "a traceparent": (_BODY, {"traceparent": "00-" + "f" * 5_000}),
-        "a method override": (_BODY, {"X-HTTP-Method-Override": "DELETE"}),
+        "an unknown content encoding": (BODY, {"Content-Encoding": "x"}),
+        "a range": (BODY, {"Range": "bytes=0-1,5-999999999999,-1"}),
+        "1,000 ranges": (BODY, {"Range": "bytes=" + ",".join(["0-0"] * 1_000)}),
+        "conditions": (BODY, {"If-Match": '"x"', "If-Modified-Since": "Thu, 99 Foo"}),
+        "an unknown expectation": (BODY, {"Expect": "200-ok"}),
+        "an accepted type": (BODY, {"Accept": "image/png;q=nan", "Accept-Encoding": "*;q=-1"}),
+        "a forwarded address": (BODY, {"X-Forwarded-For": "1.1.1.1", "Forwarded": "for=x"}),
+        "an origin": (BODY, {"Origin": "null", "Access-Control-Request-Method": "X"}),
+        "the identity of another client": (BODY, {"X-Client-Id": "neighbour"}),
+        "a client id of 50,000 characters": (BODY, {"X-Client-Id": "c" * 50_000}),
+        "basic authorization": (BODY, {"Authorization": "Basic " + "QQ" * 5_000}),
+        "a traceparent": (BODY, {"traceparent": "00-" + "f" * 5_000}),
+        "a method override": (BODY, {"X-HTTP-Method-Override": "DELETE"}),
     }
-    for name, (body, headers) in contents.items():
-        send = post(_CHAT, body, headers)
-        yield Attack("contents", name, send, (200, 400, 401, 413, 415, 417, 431, "closed"), 10)
+    sends = {name: post(CHATS, body, headers) for name, (body, headers) in contents.items()}
+    allowed = (200, 400, 401, 413, 415, 417, 431, "closed")
+    yield from group("contents", sends, allowed=allowed, limit_s=10)
 
 
 def _broken_connections() -> Iterator[Attack]:
-    request = head(b"Content-Length: %d" % len(_BODY)) + _BODY
-    stream = head(b"Content-Length: %d" % len(_STREAM)) + _STREAM
+    """Yield clients that close or reset their connections at unusual moments."""
+    chat_request = request()
+    stream_body = chat(stream=True, max_tokens=200, ignore_eos=True)
+    stream = request(json.dumps(stream_body).encode())
     sends = {
-        "half-closed after the request": _half_closed(request),
+        "half-closed after the request": _half_closed(chat_request),
         "half-closed after a stream's request": _half_closed(stream),
-        "half-closed in the middle of the body": _half_closed(request[:-20]),
-        "half-closed in the middle of the headers": _half_closed(request[:30]),
+        "half-closed in the middle of the body": _half_closed(chat_request[:-20]),
+        "half-closed in the middle of the headers": _half_closed(chat_request[:30]),
         "half-closed without a request": _half_closed(b""),
-        "300 streams that are reset": _reset(300, stream, 0.05),
-        "300 requests that are reset in the body": _reset(300, request[:-20], 0.0),
-        "300 connections that are reset at once": _reset(300, b"", 0.0),
+        "300 streams that are reset": _reset(300, stream, pause_s=0.05),
+        "300 requests that are reset in the body": _reset(300, chat_request[:-20], pause_s=0.0),
+        "300 connections that are reset at once": _reset(300, b"", pause_s=0.0),
         "5 pipelined streams": raw(stream * 5),
-        "urgent data": _urgent(request),
+        "urgent data": _urgent(chat_request),
     }
-    for name, send in sends.items():
-        yield Attack("connections", name, send, (200, "left", *CLOSES), 20)
+    yield from group("connections", sends, allowed=(200, "left", *CLOSES), limit_s=20)
 
 
-def _half_closed(sent: bytes) -> Send:
+def _half_closed(data: bytes) -> Send:
     """Return a function that sends bytes, and then closes the sending half of its connection."""
 
     def send(target: Target, limit_s: float) -> Outcome:
-        with socket.create_connection(("127.0.0.1", target.openai), timeout=limit_s) as connection:
-            connection.sendall(sent.replace(b"{key}", target.key.encode()))
+        with connect(target.openai, limit_s) as connection:
+            connection.sendall(with_key(data, target))
             connection.shutdown(socket.SHUT_WR)
             return read_raw(connection)
 
     return send
 
 
-def _reset(count: int, sent: bytes, pause_s: float) -> Send:
-    """Return a function that opens and resets several connections, one after the other."""
+def _reset(count: int, data: bytes, pause_s: float) -> Send:
+    """Return a function that opens and resets several connections, one after the other.
+
+    Each connection sends `data`, and is reset `pause_s` seconds later.
+    """
 
     def send(target: Target, limit_s: float) -> Outcome:
         for _ in range(count):
-            connection = socket.create_connection(("127.0.0.1", target.openai), timeout=limit_s)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            with suppress(OSError):
-                connection.sendall(sent.replace(b"{key}", target.key.encode()))
+            with connect(target.openai, limit_s) as connection, suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+                connection.sendall(with_key(data, target))
                 time.sleep(pause_s)
-            connection.close()
         return Outcome("left")
 
     return send
 
 
-def _urgent(sent: bytes) -> Send:
+def _urgent(data: bytes) -> Send:
     """Return a function that sends a byte of urgent data within the request."""
 
     def send(target: Target, limit_s: float) -> Outcome:
-        with socket.create_connection(("127.0.0.1", target.openai), timeout=limit_s) as connection:
-            data = sent.replace(b"{key}", target.key.encode())
-            connection.sendall(data[:40])
+        with connect(target.openai, limit_s) as connection:
+            connection.sendall(with_key(data, target)[:40])
             connection.send(b"!", socket.MSG_OOB)
-            connection.sendall(data[40:])
+            connection.sendall(with_key(data, target)[40:])
             return read_raw(connection)
 
     return send

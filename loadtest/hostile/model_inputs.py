@@ -1,51 +1,55 @@
-"""Attacks with all inputs and request options of each model, at the gRPC endpoint.
+"""Attacks at the gRPC endpoint with all inputs and request options of each model.
 
 The inputs are read from the server, so that an input that is added to a model is attacked, too.
 """
 
 import random
-import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Target, worst
-from loadtest.hostile.tensors import MODELS, send_request
+from loadtest.hostile.attack import Attack, Outcome, Send, Target, group, worst
+from loadtest.hostile.tensors import MODELS, Tensor, add_inputs, send_request, string
 from loadtest.hostile.triton_http import OWN_ANSWERS
 
-_SIZES = {"BYTES": 0, "BOOL": 1, "UINT8": 1, "INT32": 4, "FP32": 4, "INT64": 8, "FP64": 8}
-Change = Callable[[Any], None]
+_ELEMENT_BYTES = {"BOOL": 1, "UINT8": 1, "INT32": 4, "FP32": 4, "INT64": 8, "FP64": 8}
+_STRING_BYTES = 30
+_LIMIT_S = 20.0
+Change = Callable[[Any], object]
+"""A function that makes a gRPC request hostile."""
 
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks of this module."""
+    contents = {  # the number of elements of each input, and the seed of the elements
+        "one element": (1, 0),
+        "no elements": (0, 0),
+        "1,000 elements": (1000, 0),
+        "random bytes": (1, 1),
+        "1,000 random elements": (1000, 2),
+    }
     for model in MODELS:
-        for name, (count, seed) in {
-            "one element": (1, 0),
-            "no elements": (0, 0),
-            "1,000 elements": (1000, 0),
-            "random bytes": (1, 1),
-            "1,000 random elements": (1000, 2),
-        }.items():
-            title = f"{model}: each input alone, {name}"
-            yield Attack("inputs", title, _each_input(model, count, seed), limit_s=20)
-            title = f"{model}: all inputs, {name}"
-            yield Attack("inputs", title, _all_inputs(model, count, seed), limit_s=20)
-        for name, change in _changes().items():
-            send = _changed(model, change)
-            yield Attack("inputs", f"{model}: {name}", send, limit_s=20, own_answers=OWN_ANSWERS)
+        sends = {}
+        for name, (count, seed) in contents.items():
+            sends[f"{model}: each input alone, {name}"] = _each_input(model, count, seed)
+            sends[f"{model}: all inputs, {name}"] = _all_inputs(model, count, seed)
+        yield from group("inputs", sends, limit_s=_LIMIT_S)
+        changed = {
+            f"{model}: {name}": _changed(model, change) for name, change in _changes().items()
+        }
+        yield from group("inputs", changed, limit_s=_LIMIT_S, own_answers=OWN_ANSWERS)
 
 
 def _each_input(model: str, count: int, seed: int) -> Send:
-    """Return a function that sends one request with each input alone."""
+    """Return a function that sends one request for each input, and returns the worst outcome."""
 
     def send(target: Target, limit_s: float) -> Outcome:
         requests = []
-        for one in _inputs(target, model):
+        for tensor in _random_inputs(target, model, count, seed):
             request = _small_request(model)
-            _add(request, one, count, random.Random(seed))
+            _add_new(request, tensor)
             requests.append(request)
         return worst(send_request(target, request, limit_s) for request in requests)
 
@@ -57,39 +61,10 @@ def _all_inputs(model: str, count: int, seed: int) -> Send:
 
     def send(target: Target, limit_s: float) -> Outcome:
         request = service_pb2.ModelInferRequest(model_name=model)
-        for one in _inputs(target, model):
-            _add(request, one, count, random.Random(seed))
+        add_inputs(request, *_random_inputs(target, model, count, seed))
         return send_request(target, request, limit_s)
 
     return send
-
-
-def _inputs(target: Target, model: str) -> list[Any]:
-    with grpc.insecure_channel(target.grpc) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        return list(stub.ModelMetadata(service_pb2.ModelMetadataRequest(name=model)).inputs)
-
-
-def _add(request: Any, one: Any, count: int, chance: random.Random) -> None:  # noqa: ANN401 - untyped library
-    """Add an input with `count` equal random elements. Do nothing if the request has the input."""
-    for other in request.inputs:
-        if other.name == one.name:
-            return
-    element = chance.randbytes(_SIZES.get(one.datatype, 4) or 30)
-    if one.datatype == "BYTES":
-        element = struct.pack("<I", len(element)) + element
-    request.inputs.add(name=one.name, datatype=one.datatype, shape=[count])
-    request.raw_input_contents.append(element * count)
-
-
-def _small_request(model: str) -> Any:  # noqa: ANN401 - untyped library
-    """Return a request. For the models "llm" and "tokenizer", it contains a limit of two tokens."""
-    request = service_pb2.ModelInferRequest(model_name=model)
-    if model in ("llm", "tokenizer"):
-        text = b'{"max_tokens": 2}'
-        request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
-        request.raw_input_contents.append(struct.pack("<I", len(text)) + text)
-    return request
 
 
 def _changed(model: str, change: Change) -> Send:
@@ -97,54 +72,77 @@ def _changed(model: str, change: Change) -> Send:
 
     def send(target: Target, limit_s: float) -> Outcome:
         request = _small_request(model)
-        first = _inputs(target, model)[0]
-        _add(request, first, 1, random.Random(0))
+        _add_new(request, _random_inputs(target, model, count=1, seed=0)[0])
         change(request)
         return send_request(target, request, limit_s)
 
     return send
 
 
+def _random_inputs(target: Target, model: str, count: int, seed: int) -> list[Tensor]:
+    """Return all inputs of a model, each with `count` equal random elements."""
+    with grpc.insecure_channel(target.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        metadata = stub.ModelMetadata(service_pb2.ModelMetadataRequest(name=model))
+    tensors = []
+    for one in metadata.inputs:
+        rng = random.Random(seed)
+        if one.datatype == "BYTES":
+            element = string(one.name, rng.randbytes(_STRING_BYTES)).data
+        else:
+            element = rng.randbytes(_ELEMENT_BYTES.get(one.datatype, 4))
+        tensors.append(Tensor(one.name, one.datatype, [count], element * count))
+    return tensors
+
+
+def _add_new(request: Any, tensor: Tensor) -> None:  # noqa: ANN401 - untyped library
+    """Add an input to a request. Do nothing if the request has the input."""
+    if all(other.name != tensor.name for other in request.inputs):
+        add_inputs(request, tensor)
+
+
+def _small_request(model: str) -> Any:  # noqa: ANN401 - untyped library
+    """Return a request. For the models "llm" and "tokenizer", it contains a limit of two tokens."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    if model in ("llm", "tokenizer"):
+        add_inputs(request, string("sampling_parameters", b'{"max_tokens": 2}'))
+    return request
+
+
 def _changes() -> dict[str, Change]:
     """Return functions that make a request hostile."""
-
-    def parameter(name: str, **values: object) -> Change:
-        def change(request: Any) -> None:  # noqa: ANN401 - untyped library
-            for kind, value in values.items():
-                setattr(request.parameters[name], f"{kind}_param", value)
-
-        return change
-
-    def region(request: Any) -> None:  # noqa: ANN401 - untyped library
-        for one in request.inputs:
-            one.parameters["shared_memory_region"].string_param = "nereid"
-            one.parameters["shared_memory_byte_size"].int64_param = 2**40
-        del request.raw_input_contents[:]
-
-    def datatypes(request: Any) -> None:  # noqa: ANN401 - untyped library
-        request.inputs[0].datatype = "FP16"
-
-    def outputs(request: Any) -> None:  # noqa: ANN401 - untyped library
-        for number in range(1000):
-            request.outputs.add(name=f"output_{number}")
-
     return {
         "an id of 1 MB": lambda request: setattr(request, "id", "i" * 2**20),
         "an id with control characters": lambda request: setattr(request, "id", "a\r\n\x1b[2J"),
         "a version of 2**63": lambda request: setattr(request, "model_version", str(2**63)),
         "a version that is a path": lambda request: setattr(request, "model_version", "../1"),
-        "a sequence": parameter("sequence_id", int64=-1),
-        "a sequence named by text": parameter("sequence_id", string="s" * 100_000),
-        "the start of a sequence": parameter("sequence_start", bool=True),
-        "a priority of 2**63": parameter("priority", uint64=2**63),
-        "a negative timeout": parameter("timeout", int64=-5),
-        "an unknown parameter": parameter("x" * 10_000, string="y" * 100_000),
-        "a shared memory region": region,
-        "a wrong data type": datatypes,
-        "1,000 unknown outputs": outputs,
-        "no contents": lambda request: request.raw_input_contents.__delitem__(slice(None)),
+        "a sequence": _parameter("sequence_id", "int64", -1),
+        "a sequence named by text": _parameter("sequence_id", "string", "s" * 100_000),
+        "the start of a sequence": _parameter("sequence_start", "bool", value=True),
+        "a priority of 2**63": _parameter("priority", "uint64", 2**63),
+        "a negative timeout": _parameter("timeout", "int64", -5),
+        "an unknown parameter": _parameter("x" * 10_000, "string", "y" * 100_000),
+        "a shared memory region": _use_shared_memory,
+        "a wrong data type": lambda request: setattr(request.inputs[0], "datatype", "FP16"),
+        "1,000 unknown outputs": lambda request: [
+            request.outputs.add(name=f"output_{number}") for number in range(1000)
+        ],
+        "no contents": lambda request: request.ClearField("raw_input_contents"),
         "too many contents": lambda request: request.raw_input_contents.extend([b"x"] * 1000),
         "typed and raw contents": lambda request: request.inputs[0].contents.bytes_contents.append(
             b"x"
         ),
     }
+
+
+def _parameter(name: str, kind: str, value: object) -> Change:
+    """Return a function that sets a parameter of a request to a value of a kind such as "int64"."""
+    return lambda request: setattr(request.parameters[name], f"{kind}_param", value)
+
+
+def _use_shared_memory(request: Any) -> None:  # noqa: ANN401 - untyped library
+    """Refer to a region of shared memory for all inputs instead of sending their contents."""
+    for one in request.inputs:
+        one.parameters["shared_memory_region"].string_param = "nereid"
+        one.parameters["shared_memory_byte_size"].int64_param = 2**40
+    request.ClearField("raw_input_contents")

@@ -6,18 +6,34 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
+from typing import NamedTuple
 
 import psutil
 
-from loadtest.hostile.attack import chat
+from loadtest.hostile.attack import CHATS, chat, connect
 from loadtest.server import processes
 from loadtest.server.served import Served
 
 _SAMPLE_S = 0.3
 _PAUSE_S = 0.2
+_STOP_LIMIT_S = 90.0
+
+
+class Wait(NamedTuple):
+    """The time at which a request started, and the seconds until its first token."""
+
+    started: float
+    seconds: float
+
+
+class Error(NamedTuple):
+    """The time at which a request started, and a description of its error."""
+
+    started: float
+    text: str
 
 
 class Neighbour:
@@ -27,19 +43,19 @@ class Neighbour:
     would also measure how long it waits for the lock of the Python interpreter.
 
     Attributes:
-        waits: for each request the time at which it started, and the seconds until the first token.
-        errors: the time and the description of each request that failed.
+        waits: the time to the first token of each request that succeeded.
+        errors: the errors of the other requests.
     """
 
     def __init__(self, port: int, key: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._stopped = context.Event()
-        self._results, results = context.Pipe(duplex=False)
+        self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_request_repeatedly, args=(port, key, self._stopped, results), daemon=True
+            target=_request_repeatedly, args=(port, key, self._stopped, sender), daemon=True
         )
-        self.waits: list[tuple[float, float]] = []
-        self.errors: list[tuple[float, str]] = []
+        self.waits: list[Wait] = []
+        self.errors: list[Error] = []
 
     def start(self) -> None:
         """Start the process that sends the requests."""
@@ -48,42 +64,41 @@ class Neighbour:
     def stop(self) -> None:
         """Stop after the current request, and read the results.
 
-        Raises: RuntimeError if the process does not answer within 90 seconds.
+        Raises:
+            RuntimeError: the process does not answer within 90 seconds.
         """
         self._stopped.set()
-        if not self._results.poll(90):
+        if not self._receiver.poll(_STOP_LIMIT_S):
             raise RuntimeError("the process of the well-behaved client does not answer")
-        self.waits, self.errors = self._results.recv()
+        self.waits, self.errors = self._receiver.recv()
         self._process.join(10)
 
 
-def _request_repeatedly(port: int, key: str, stopped: Event, results: Connection) -> None:
+def _request_repeatedly(port: int, key: str, stopped: Event, sender: Connection) -> None:
     """Send requests until `stopped` is set. Then send the waiting times and the errors back."""
-    waits: list[tuple[float, float]] = []
-    errors: list[tuple[float, str]] = []
+    waits, errors = [], []
     while not stopped.wait(_PAUSE_S):
         started = time.monotonic()
         try:
-            wait_s = first_token_s(port, key)
+            waits.append(Wait(started, first_token_s(port, key)))
         except OSError as error:
-            errors.append((started, str(error)))
-        else:
-            waits.append((started, wait_s))
-    results.send((waits, errors))
+            errors.append(Error(started, str(error)))
+    sender.send((waits, errors))
 
 
 def first_token_s(port: int, key: str) -> float:
     """Request a short stream, and return the seconds until its first token.
 
-    Raises: OSError if there is no token.
+    Raises:
+        OSError: there is no token.
     """
     body = json.dumps(chat(stream=True, max_tokens=3, temperature=0)).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        f"POST {CHATS} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
         f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     started = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with connect(port, limit_s=60) as connection:
         connection.sendall(head.encode() + body)
         received = b""
         while block := connection.recv(65536):
@@ -91,6 +106,22 @@ def first_token_s(port: int, key: str) -> float:
             if b'"content"' in received:
                 return time.monotonic() - started
     raise OSError(f"no token: {received[-300:]!r}")
+
+
+class Memory(NamedTuple):
+    """The first and the largest measured memory of one or more processes, in MiB."""
+
+    first_mib: float
+    peak_mib: float
+
+    @property
+    def growth_mib(self) -> float:
+        """The difference of the two values."""
+        return self.peak_mib - self.first_mib
+
+    def measured(self, mib: float) -> "Memory":
+        """Return the memory after a further measurement."""
+        return Memory(self.first_mib, max(self.peak_mib, mib))
 
 
 class MemoryWatch(threading.Thread):
@@ -101,8 +132,8 @@ class MemoryWatch(threading.Thread):
     sum of the resident set sizes would count such a tensor several times.
 
     Attributes:
-        peaks: for each process the first and the largest memory in MiB.
-        total: the first and the largest memory of all processes together, in MiB.
+        by_role: the memory of each process.
+        total: the memory of all processes together.
         peak_at: the time of the largest memory.
     """
 
@@ -110,27 +141,29 @@ class MemoryWatch(threading.Thread):
         super().__init__(daemon=True)
         self._served = served
         self._stopped = threading.Event()
-        self.peaks: dict[str, tuple[float, float]] = {}
-        self.total = (0.0, 0.0)
-        self.peak_at = 0.0
+        self.by_role = {role: Memory(mib, mib) for role, mib in self._measure().items()}
+        total_mib = sum(memory.first_mib for memory in self.by_role.values())
+        self.total = Memory(total_mib, total_mib)
+        self.peak_at = time.monotonic()
 
     def run(self) -> None:
         """Sample the memory until `stop` is called."""
         while not self._stopped.wait(_SAMPLE_S):
-            found = {}
-            for role, process in processes.roles(self._served).items():
-                try:
-                    found[role] = process.memory_full_info().pss / 2**20
-                except psutil.NoSuchProcess:
-                    continue
-            for role, mib in found.items():
-                first, most = self.peaks.get(role, (mib, mib))
-                self.peaks[role] = (first, max(most, mib))
-            total = sum(found.values())
-            first, most = self.total
-            if total > most:
+            current = self._measure()
+            for role, mib in current.items():
+                self.by_role[role] = self.by_role.get(role, Memory(mib, mib)).measured(mib)
+            total_mib = sum(current.values())
+            if total_mib > self.total.peak_mib:
                 self.peak_at = time.monotonic()
-            self.total = (first or total, max(most, total))
+            self.total = self.total.measured(total_mib)
+
+    def _measure(self) -> dict[str, float]:
+        """Return the current memory of each process in MiB."""
+        by_role = {}
+        for role, process in processes.roles(self._served).items():
+            with suppress(psutil.NoSuchProcess):  # the process has just ended
+                by_role[role] = process.memory_full_info().pss / 2**20
+        return by_role
 
     def stop(self) -> None:
         """Stop sampling."""
@@ -148,7 +181,7 @@ def canary() -> Iterator[tuple[int, list[str]]]:
             while True:
                 try:
                     connection, address = listener.accept()
-                except OSError:
+                except OSError:  # the listener was closed
                     return
                 visits.append(str(address))
                 connection.close()

@@ -9,6 +9,7 @@ from loadtest.hostile.attack import Attack, Outcome
 from loadtest.hostile.observers import MemoryWatch, Neighbour
 
 _MAX_GROWTH_MIB = 1000.0
+_REPORTED_GROWTH_MIB = 20.0
 _MAX_FIRST_TOKEN_S = 2.0
 # The limit is at least this multiple of the waiting time without attacks, because requests take
 # longer on a busy machine.
@@ -56,14 +57,19 @@ class Result:
     ended: float
 
     @property
+    def seconds(self) -> float:
+        """The duration of the attack."""
+        return self.ended - self.started
+
+    @property
     def fault(self) -> str | None:
         """The reason why the outcome is a defect; None if it is no defect."""
         return self.attack.fault(self.outcome)
 
 
 @dataclass(frozen=True)
-class Observations:
-    """What was observed in a run.
+class Run:
+    """The results of a run.
 
     Attributes:
         results: the attacks with their outcomes.
@@ -89,48 +95,52 @@ def percentile(values: Sequence[float], share: float) -> float:
     return values[min(int(len(values) * share), len(values) - 1)] if values else 0.0
 
 
-def report(seen: Observations) -> tuple[str, bool]:
-    """Return the table of a run, and whether the run passed."""
-    lines = ["", *_table(seen), "", *_conditions(seen)]
-    first, most = seen.memory.total
-    lines.append(
-        f"memory of all processes: {first:.0f} MiB at the start, {most:.0f} MiB at the peak"
-    )
-    for role, (begin, peak) in sorted(seen.memory.peaks.items()):
-        if peak - begin > 20:
-            lines.append(f"    {role}: {begin:.0f} MiB, {peak:.0f} MiB at the peak")
-    faults = list(_faults(seen))
-    return "\n".join([*lines, "", *(faults or ["No faults."])]), not faults
+def report(run: Run) -> tuple[str, bool]:
+    """Return the report of a run, and whether the run passed."""
+    faults = list(_faults(run))
+    paragraphs = [
+        "\n".join(_table(run)),
+        "\n".join([*_conditions(run), *_memory(run)]),
+        "\n".join(faults or ["No faults."]),
+    ]
+    return "\n" + "\n\n".join(paragraphs), not faults
 
 
-def _faults(seen: Observations) -> Iterator[str]:
-    for result in seen.results:
+def _faults(run: Run) -> Iterator[str]:
+    """Yield a description of each fault."""
+    for result in run.results:
         if result.fault:
             attack = result.attack
             yield (
-                f"{attack.kind}: {attack.name}: {result.fault}; "
-                f"{result.ended - result.started:.1f} s; {result.outcome.text[:200]!r}"
+                f"{attack.kind}: {attack.name}: {result.fault}; {result.seconds:.1f} s; "
+                f"{result.outcome.text[:200]!r}"
             )
-    for at, wait_s in seen.neighbour.waits:
-        if wait_s > seen.limits.first_token_s:
-            names = _running(seen, at, at + wait_s)
-            yield f"the neighbour waited {wait_s:.1f} s at {at - seen.started:.0f} s: {names}"
-    for at, text in seen.neighbour.errors:
-        yield f"the neighbour failed: {text[:300]}: {_running(seen, at - 1, at + 1)}"
-    first, most = seen.memory.total
-    if most - first > _MAX_GROWTH_MIB:
-        peak_at = seen.memory.peak_at
-        names = _running(seen, peak_at - 1, peak_at)
-        yield f"the memory grew by {most - first:.0f} MiB: {names}"
-    if seen.gone:
-        yield f"these processes ended or were restarted: {', '.join(seen.gone)}"
-    if seen.visits:
-        yield f"the server used an address in a request: {seen.visits}"
+    for wait in run.neighbour.waits:
+        if wait.seconds > run.limits.first_token_s:
+            names = _running(run, wait.started, wait.started + wait.seconds)
+            at_s = wait.started - run.started
+            yield f"the neighbour waited {wait.seconds:.1f} s at {at_s:.0f} s: {names}"
+    for error in run.neighbour.errors:
+        names = _running(run, error.started - 1, error.started + 1)
+        yield f"the neighbour failed: {error.text[:300]}: {names}"
+    if run.memory.total.growth_mib > _MAX_GROWTH_MIB:
+        names = _running(run, run.memory.peak_at - 1, run.memory.peak_at)
+        yield f"the memory grew by {run.memory.total.growth_mib:.0f} MiB: {names}"
+    if run.gone:
+        yield f"these processes ended or were restarted: {', '.join(run.gone)}"
+    if run.visits:
+        yield f"the server used an address in a request: {run.visits}"
 
 
-def _conditions(seen: Observations) -> Iterator[str]:
+def _running(run: Run, begin: float, end: float) -> str:
+    """Return the names of the first attacks that ran at some moment between two times."""
+    names = [one.attack.name for one in run.results if one.started <= end and one.ended >= begin]
+    return "; ".join(names[:8])
+
+
+def _conditions(run: Run) -> Iterator[str]:
     """Yield the state of the machine, the time limits, and the waits of the well-behaved client."""
-    limits = seen.limits
+    limits = run.limits
     yield (
         f"load of the machine: {limits.load:.1f} at the start, {os.getloadavg()[0]:.1f} at the "
         f"end, {os.cpu_count()} CPUs"
@@ -140,35 +150,45 @@ def _conditions(seen: Observations) -> Iterator[str]:
         f"{limits.first_token_s:.1f} s, and all other time limits are multiplied by "
         f"{limits.slowness:.1f}"
     )
-    waits = sorted(wait_s for _, wait_s in seen.neighbour.waits)
+    waits = sorted(wait.seconds for wait in run.neighbour.waits)
     yield f"first token of the neighbour: {_waits_line(waits)}"
 
 
 def _waits_line(waits: Sequence[float]) -> str:
+    """Return percentiles of sorted waiting times."""
     return (
         f"{percentile(waits, 0.5):.2f} s (median), {percentile(waits, 0.99):.2f} s (99 %), "
         f"{percentile(waits, 1):.2f} s (slowest of {len(waits)})"
     )
 
 
-def _table(seen: Observations) -> Iterator[str]:
+def _memory(run: Run) -> Iterator[str]:
+    """Yield the memory of all processes together, and of each process that has grown."""
+    first, peak = run.memory.total
+    yield f"memory of all processes: {first:.0f} MiB at the start, {peak:.0f} MiB at the peak"
+    for role, memory in sorted(run.memory.by_role.items()):
+        if memory.growth_mib > _REPORTED_GROWTH_MIB:
+            yield f"    {role}: {memory.first_mib:.0f} MiB, {memory.peak_mib:.0f} MiB at the peak"
+
+
+def _table(run: Run) -> Iterator[str]:
+    """Yield the lines of a table with one row for each kind of attack."""
     kinds: dict[str, list[Result]] = defaultdict(list)
-    for result in seen.results:
+    for result in run.results:
         kinds[result.attack.kind].append(result)
     yield f"{'kind':14} {'attacks':>7} {'faults':>6} {'slowest':>8} {'neighbour':>9}  statuses"
-    for kind, found in kinds.items():
-        slowest = max(result.ended - result.started for result in found)
-        begin, end = min(r.started for r in found), max(r.ended for r in found)
-        waits = [wait_s for at, wait_s in seen.neighbour.waits if begin - 1 < at < end]
-        counts = Counter(str(result.outcome.status) for result in found)
+    for kind, results in kinds.items():
+        counts = Counter(str(result.outcome.status) for result in results)
         statuses = ", ".join(f"{status}: {count}" for status, count in sorted(counts.items()))
-        num_faults = sum(result.fault is not None for result in found)
-        wait_s = max(waits, default=0)
-        yield (
-            f"{kind:14} {len(found):7} {num_faults:6} {slowest:6.1f} s {wait_s:7.2f} s  {statuses}"
-        )
+        num_faults = sum(result.fault is not None for result in results)
+        slowest_s = max(result.seconds for result in results)
+        numbers = f"{len(results):7} {num_faults:6} {slowest_s:6.1f} s"
+        yield f"{kind:14} {numbers} {_longest_wait_s(run, results):7.2f} s  {statuses}"
 
 
-def _running(seen: Observations, begin: float, end: float) -> str:
-    names = [r.attack.name for r in seen.results if r.started <= end and r.ended >= begin]
-    return "; ".join(names[:8])
+def _longest_wait_s(run: Run, results: Sequence[Result]) -> float:
+    """Return the longest wait of the well-behaved client while attacks of one kind ran."""
+    begin = min(result.started for result in results) - 1
+    end = max(result.ended for result in results)
+    waits = (wait.seconds for wait in run.neighbour.waits if begin < wait.started < end)
+    return max(waits, default=0.0)

@@ -2,17 +2,17 @@
 
 import json
 import os
-import queue
+import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import msgpack
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Target
+from loadtest.hostile.attack import Attack, Outcome, Send, Target, group
 
 # The HTTP status for each gRPC code that means a defect of the server. Other codes count as 400.
 _STATUS = {
@@ -23,99 +23,121 @@ _STATUS = {
     "UNIMPLEMENTED": 501,
     "UNAVAILABLE": 503,
 }
-# The first input of each model, with its data type.
-_INPUTS = {
-    "llm": ("text_input", "BYTES"),
-    "tokenizer": ("text_input", "BYTES"),
-    "executor": ("envelope", "UINT8"),
-    "postprocessor": ("state", "UINT8"),
-    "embedding": ("texts", "BYTES"),
-    "rerank": ("query", "BYTES"),
-}
-MODELS = tuple(_INPUTS)
-DECOUPLED = ("llm", "executor", "postprocessor")
-Tensor = tuple[str, str, Sequence[int], bytes]
+MODELS = ("llm", "tokenizer", "executor", "postprocessor", "embedding", "rerank")
+_DECOUPLED = ("llm", "executor", "postprocessor")
+_LIMIT_S = 10.0
+_ERROR_CODE = re.compile(r"\[(\w*)\]")  # such as "[INTERNAL] the request failed"
+
+
+class Tensor(NamedTuple):
+    """An input of a model."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    data: bytes
 
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks with tensors."""
-    for model, (name, datatype) in _INPUTS.items():
-        for title, tensors in _tensors(model, name, datatype).items():
-            yield Attack("tensors", f"{model}: {title}", infer(model, tensors), limit_s=10)
-    for title, envelope in _envelopes().items():
-        tensors = [_array("envelope", envelope), _ids(5, 6, 7)]
-        yield Attack("envelope", f"executor: {title}", infer("executor", tensors), limit_s=10)
-    for title, state in _states().items():
-        tensors = [("token_ids", "INT32", [1], struct.pack("<i", 5)), _array("state", state)]
-        send = infer("postprocessor", tensors)
-        yield Attack("envelope", f"postprocessor: {title}", send, limit_s=10)
-    parameters: dict[str, object] = {
+    for model in MODELS:
+        sends = {f"{model}: {name}": infer(model, *row) for name, row in _damaged(model).items()}
+        yield from group("tensors", sends, limit_s=_LIMIT_S)
+    internal = {
+        f"executor: {name}": infer("executor", _array("envelope", envelope), _ids(5, 6, 7))
+        for name, envelope in _envelopes().items()
+    }
+    internal |= {
+        f"postprocessor: {name}": infer("postprocessor", _TOKEN, _array("state", state))
+        for name, state in _states().items()
+    }
+    yield from group("envelope", internal, limit_s=_LIMIT_S)
+    parameters = {
+        f"llm: parameters: {name}": infer(
+            "llm", string("text_input", b"hi"), string("sampling_parameters", text.encode())
+        )
+        for name, text in _parameters().items()
+    }
+    yield from group("tensors", parameters, limit_s=_LIMIT_S)
+    yield from group("tensors", _large_inputs())
+
+
+def _parameters() -> dict[str, str]:
+    """Return texts for the input `sampling_parameters`."""
+    properties = {f"p{i}": {"type": "string"} for i in range(5_000)}
+    return {
         "damaged JSON": "{",
         "a list": "[]",
         "a deep list": "[" * 50_000,
-        "an unknown name": {"temprature": 1},
-        "n of -1": {"n": -1},
-        "a schema of 5,000 properties": {
-            "guided_json": {"properties": {f"p{i}": {"type": "string"} for i in range(5_000)}}
+        "an unknown name": json.dumps({"temprature": 1}),
+        "n of -1": json.dumps({"n": -1}),
+        "a schema of 5,000 properties": json.dumps({"guided_json": {"properties": properties}}),
+        "50,000 stop strings": json.dumps({"stop": [f"s{i}" for i in range(50_000)]}),
+        "200,000 biases": json.dumps({"logit_bias": {str(i): 1 for i in range(200_000)}}),
+    }
+
+
+def _large_inputs() -> dict[str, Send]:
+    """Return functions that send large inputs."""
+    text_of_40_mb = b"word " * 8 * 10**6
+    messages = b",".join([b'{"role":"user","content":"a"}'] * 300_000)
+    inputs = {
+        "a chat of 300,000 messages": string("chat_request", b'{"messages":[' + messages + b"]}"),
+        "a text of 5 MB": string("text_input", b"word " * 10**6),
+        "a text of 40 MB": string("text_input", text_of_40_mb),
+    }
+    ids = Tensor("input_ids", "INT32", [3_000_000], struct.pack("<i", 5) * 3_000_000)
+    return {
+        **{
+            f"{model}: {name}": infer(model, tensor)
+            for model in ("llm", "tokenizer")
+            for name, tensor in inputs.items()
         },
-        "50,000 stop strings": {"stop": [f"s{i}" for i in range(50_000)]},
-        "200,000 biases": {"logit_bias": {str(i): 1 for i in range(200_000)}},
+        "llm: 3 million token ids": infer("llm", ids),
+        "embedding: texts of 40 MB": infer("embedding", string("texts", text_of_40_mb)),
     }
-    for title, value in parameters.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        tensors = [_string("text_input", b"hi"), _string("sampling_parameters", text.encode())]
-        yield Attack("tensors", f"llm: parameters: {title}", infer("llm", tensors), limit_s=10)
-    texts = {
-        "a chat of 300,000 messages": (
-            "chat_request",
-            b'{"messages":[' + b",".join([b'{"role":"user","content":"a"}'] * 300_000) + b"]}",
-        ),
-        "a text of 5 MB": ("text_input", b"word " * 10**6),
-        "a text of 40 MB": ("text_input", b"word " * 8 * 10**6),
-    }
-    for title, (name, text) in texts.items():
-        for model in ("llm", "tokenizer"):
-            send = infer(model, [_string(name, text)])
-            yield Attack("tensors", f"{model}: {title}", send)
-    ids = ("input_ids", "INT32", [3_000_000], struct.pack("<i", 5) * 3_000_000)
-    yield Attack("tensors", "llm: 3 million token ids", infer("llm", [ids]))
-    yield Attack(
-        "tensors",
-        "embedding: texts of 40 MB",
-        infer("embedding", [_string("texts", b"word " * 8 * 10**6)]),
-    )
 
 
-def _tensors(model: str, name: str, datatype: str) -> dict[str, list[Tensor]]:
-    size = {"BYTES": 1, "UINT8": 1, "INT32": 4}[datatype]
-    good = _string(name, b"hi")[3] if datatype == "BYTES" else b"\0" * size
-    others = [_ids(5)] if model == "executor" else []
-    if model == "postprocessor":
-        others = [("token_ids", "INT32", [1], struct.pack("<i", 5))]
-    other_type = "FP32"
+def _damaged(model: str) -> dict[str, list[Tensor]]:
+    """Return inputs for a model: variants of its first input, with its other inputs."""
+    good, *others = _small_inputs(model)
+    is_text = good.datatype == "BYTES"
+    bad_text = b"\xff\xfe\0\x80"
+
+    def changed(**fields: Any) -> list[Tensor]:  # noqa: ANN401 - the fields of Tensor
+        return [good._replace(**fields), *others]
+
     return {
         "no inputs": [],
-        "a wrong data type": [(name, other_type, [1], b"\0" * 4), *others],
-        "an unknown data type": [(name, "COMPLEX", [1], good), *others],
-        "an unknown input": [("unknown", "INT32", [1], b"\0" * 4), *others],
-        "the same input twice": [(name, datatype, [1], good)] * 2 + others,
-        "a negative shape": [(name, datatype, [-1], good), *others],
-        "a shape of 2**62": [(name, datatype, [2**62], good), *others],
-        "a shape of 100 dimensions": [(name, datatype, [1] * 100, good), *others],
-        "no elements": [(name, datatype, [0], b""), *others],
-        "too few bytes": [(name, datatype, [1000], good), *others],
-        "too many bytes": [(name, datatype, [1], good + b"\xff" * 1000), *others],
-        "a string longer than the tensor": [(name, datatype, [1], b"\xff\xff\xff\x7fab"), *others],
-        "invalid UTF-8": [
-            _string(name, b"\xff\xfe\0\x80")
-            if datatype == "BYTES"
-            else (name, datatype, [4], b"\xff\xfe\0\x80"),
-            *others,
-        ],
+        "a wrong data type": changed(datatype="FP32", data=bytes(4)),
+        "an unknown data type": changed(datatype="COMPLEX"),
+        "an unknown input": changed(name="unknown", datatype="INT32", data=bytes(4)),
+        "the same input twice": [good, good, *others],
+        "a negative shape": changed(shape=[-1]),
+        "a shape of 2**62": changed(shape=[2**62]),
+        "a shape of 100 dimensions": changed(shape=[1] * 100),
+        "no elements": changed(shape=[0], data=b""),
+        "too few bytes": changed(shape=[1000]),
+        "too many bytes": changed(data=good.data + b"\xff" * 1000),
+        "a string longer than the tensor": changed(data=b"\xff\xff\xff\x7fab"),
+        "invalid UTF-8": (
+            [string(good.name, bad_text), *others] if is_text else changed(shape=[4], data=bad_text)
+        ),
     }
+
+
+def _small_inputs(model: str) -> list[Tensor]:
+    """Return the necessary inputs of a model, each with one element."""
+    if model == "executor":
+        return [_array("envelope", b"\0"), _ids(5)]
+    if model == "postprocessor":
+        return [_array("state", b"\0"), _TOKEN]
+    texts = {"embedding": "texts", "rerank": "query"}
+    return [string(texts.get(model, "text_input"), b"hi")]
 
 
 def _envelopes() -> dict[str, bytes]:
+    """Return envelopes: the parameters of a request as the tokenizer sends them to the executor."""
     params = msgpack.packb({"temperature": 1.0})
     return {
         "random bytes": os.urandom(300),
@@ -167,37 +189,46 @@ def _states() -> dict[str, bytes]:
 
 
 def _array(name: str, data: bytes) -> Tensor:
-    return name, "UINT8", [len(data)], data
+    return Tensor(name, "UINT8", [len(data)], data)
 
 
 def _ids(*ids: int) -> Tensor:
-    return "prompt_token_ids", "INT32", [len(ids)], struct.pack(f"<{len(ids)}i", *ids)
+    return Tensor("prompt_token_ids", "INT32", [len(ids)], struct.pack(f"<{len(ids)}i", *ids))
 
 
-def _string(name: str, text: bytes) -> Tensor:
-    return name, "BYTES", [1], struct.pack("<I", len(text)) + text
+def string(name: str, text: bytes) -> Tensor:
+    """Return an input with one string."""
+    return Tensor(name, "BYTES", [1], struct.pack("<I", len(text)) + text)
 
 
-def infer(model: str, tensors: Sequence[Tensor]) -> Send:
+_TOKEN = _ids(5)._replace(name="token_ids")
+
+
+def infer(model: str, *tensors: Tensor) -> Send:
     """Return a function that sends tensors to a model."""
 
     def send(target: Target, limit_s: float) -> Outcome:
         request = service_pb2.ModelInferRequest(model_name=model)
-        for name, datatype, shape, data in tensors:
-            request.inputs.add(name=name, datatype=datatype, shape=shape)
-            request.raw_input_contents.append(data)
+        add_inputs(request, *tensors)
         return send_request(target, request, limit_s)
 
     return send
 
 
+def add_inputs(request: Any, *tensors: Tensor) -> None:  # noqa: ANN401 - untyped library
+    """Add inputs to a request."""
+    for name, datatype, shape, data in tensors:
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(data)
+
+
 def send_request(target: Target, request: Any, limit_s: float) -> Outcome:  # noqa: ANN401 - untyped library
     """Send a request to its model, on a stream if the model is decoupled."""
-    options = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
-    with grpc.insecure_channel(target.grpc, options=options) as channel:
+    unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(target.grpc, options=unlimited) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
-            if request.model_name in DECOUPLED:
+            if request.model_name in _DECOUPLED:
                 return _streamed(stub, request, limit_s)
             stub.ModelInfer(request, timeout=limit_s)
         except grpc.RpcError as error:
@@ -207,28 +238,26 @@ def send_request(target: Target, request: Any, limit_s: float) -> Outcome:  # no
 
 def _streamed(stub: Any, request: Any, limit_s: float) -> Outcome:  # noqa: ANN401 - untyped library
     """Send a request on a stream, and return after its first response."""
-    ended = threading.Event()
-    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    requests.put(request)
+    has_ended = threading.Event()
 
-    def sent() -> Iterator[Any]:
-        yield requests.get()
-        ended.wait(limit_s)
+    def requests() -> Iterator[Any]:
+        yield request
+        has_ended.wait(limit_s)  # the stream stays open until the response
 
-    responses = stub.ModelStreamInfer(sent(), timeout=limit_s)
+    responses = stub.ModelStreamInfer(requests(), timeout=limit_s)
     try:
         first = next(responses, None)
         if first is None or not first.error_message:
             return Outcome(200)
-        text = first.error_message
-        code = text.partition("[")[2].partition("]")[0] if "[" in text else ""
-        return Outcome(_STATUS.get(code, 400), text)
+        code = _ERROR_CODE.search(first.error_message)
+        return Outcome(_STATUS.get(code[1], 400) if code else 400, first.error_message)
     finally:
-        ended.set()
+        has_ended.set()
         responses.cancel()
 
 
 def _outcome(error: grpc.RpcError) -> Outcome:
+    """Return the outcome of a request that failed with a gRPC error."""
     code: str = error.code().name
     details: str = error.details() or ""
     if code == "DEADLINE_EXCEEDED":

@@ -3,9 +3,8 @@
 import gzip
 import json
 from collections.abc import Iterator
-from typing import Any
 
-from loadtest.hostile.attack import Attack, call, raw
+from loadtest.hostile.attack import Attack, Send, call, group, raw
 from loadtest.hostile.tensors import MODELS
 
 # If the Triton server cannot read a request, it answers with status 500. If a model does not
@@ -26,30 +25,40 @@ OWN_ANSWERS = (
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks at the HTTP endpoint of the Triton server."""
-    for model in MODELS:
-        for name, body in _infer_bodies().items():
-            yield _attack(f"{model}: {name}", "POST", f"/v2/models/{model}/infer", body)
+    sends = {
+        f"{model}: {name}": _post(f"/v2/models/{model}/infer", body)
+        for model in MODELS
+        for name, body in _infer_bodies().items()
+    }
     for name, body in _generate_bodies().items():
-        yield _attack(f"generate: {name}", "POST", "/v2/models/llm/generate", body)
+        sends[f"generate: {name}"] = _post("/v2/models/llm/generate", body)
         if "MB" not in name:
-            yield _attack(f"stream: {name}", "POST", "/v2/models/llm/generate_stream", body)
-    for name, (method, path, sent) in {**_model_control(), **_shared_memory()}.items():
-        yield _attack(name, method, path, sent)
-    yield from _damaged_http()
+            sends[f"stream: {name}"] = _post("/v2/models/llm/generate_stream", body)
+    sends |= _model_control() | _shared_memory()
+    for name, data in _damaged_requests().items():
+        # The Triton server waits for the rest of some of these requests. It closes the connection
+        # only when the client closes it.
+        sends[f"damaged: {name}"] = raw(data, is_triton=True, leave_after_s=3)
+    yield from group("Triton HTTP", sends, limit_s=10, own_answers=OWN_ANSWERS)
 
 
-def _attack(name: str, method: str, path: str, body: object) -> Attack:
-    send = call(method, path, is_triton=True, body=body)
-    return Attack("Triton HTTP", name, send, limit_s=10, own_answers=OWN_ANSWERS)
+def _post(path: str, body: object = b"") -> Send:
+    return call("POST", path, is_triton=True, body=body)
+
+
+def _get(path: str) -> Send:
+    return call("GET", path, is_triton=True)
 
 
 def _tensor(**fields: object) -> dict[str, object]:
+    """Return the body of a request with one text. `fields` replace fields of the text's tensor."""
     tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["a"]}
     return {"inputs": [{**tensor, **fields}]}
 
 
 def _infer_bodies() -> dict[str, object]:
     """Return bodies for /infer. All models must survive all bodies."""
+    region = {"shared_memory_region": "x", "shared_memory_byte_size": 2**40}
     return {
         "an empty body": b"",
         "damaged JSON": b'{"inputs": [',
@@ -65,12 +74,7 @@ def _infer_bodies() -> dict[str, object]:
         "an unknown output": {**_tensor(), "outputs": [{"name": "nothing"}]},
         "an output in shared memory": {
             **_tensor(),
-            "outputs": [
-                {
-                    "name": "delta",
-                    "parameters": {"shared_memory_region": "x", "shared_memory_byte_size": 2**40},
-                }
-            ],
+            "outputs": [{"name": "delta", "parameters": region}],
         },
         "an input in shared memory": _tensor(
             parameters={"shared_memory_region": "nothing", "shared_memory_byte_size": 8}
@@ -89,8 +93,9 @@ def _infer_bodies() -> dict[str, object]:
 def _generate_bodies() -> dict[str, object]:
     """Return bodies for /generate of the language model."""
     small = {"max_tokens": 2}
+    messages = ",".join(['{"role":"user","content":"a"}'] * 500_000)
 
-    def sampling(**fields: object) -> dict[str, Any]:
+    def sampling(**fields: object) -> dict[str, object]:
         return {"text_input": "a", "sampling_parameters": json.dumps({**small, **fields})}
 
     return {
@@ -99,11 +104,7 @@ def _generate_bodies() -> dict[str, object]:
         "a text of 5 MB": {"text_input": "word " * 10**6},
         "a damaged chat": {"chat_request": "[" * 50_000},
         "a chat that is a list": {"chat_request": "[]"},
-        "a chat of 500,000 messages": {
-            "chat_request": '{"messages":['
-            + ",".join(['{"role":"user","content":"a"}'] * 500_000)
-            + "]}"
-        },
+        "a chat of 500,000 messages": {"chat_request": f'{{"messages":[{messages}]}}'},
         "damaged parameters": {"text_input": "a", "sampling_parameters": "{"},
         "parameters that are numbers": {"text_input": "a", "sampling_parameters": "7"},
         "n of 10**9": sampling(n=10**9),
@@ -123,86 +124,67 @@ def _generate_bodies() -> dict[str, object]:
     }
 
 
-def _model_control() -> dict[str, tuple[str, str, object]]:
+def _model_control() -> dict[str, Send]:
     """Return requests that would change the server or read its files."""
     parameters = {"parameters": {"file:1/model.py": "aW1wb3J0IG9z", "config": "{}"}}
-    level: dict[str, object] = {"log_file": "/tmp/nereid-hostile-log", "log_verbose_level": 2**31}
+    level = {"log_file": "/tmp/nereid-hostile-log", "log_verbose_level": 2**31}
+    trace = {"trace_file": "/tmp/nereid-hostile-trace", "trace_rate": "1"}
     return {
-        "GET a file": ("GET", "/v2/../../etc/passwd", b""),
-        "an unknown model": ("POST", "/v2/models/nothing/infer", b"{}"),
-        "an unknown version": ("POST", "/v2/models/llm/versions/99999999999999/infer", b"{}"),
-        "a version with a path": ("GET", "/v2/models/llm/versions/..%2f..%2f1/config", b""),
-        "load a model with a file": ("POST", "/v2/repository/models/llm/load", parameters),
-        "load a new model": ("POST", "/v2/repository/models/..%2fevil/load", parameters),
-        "unload a model": ("POST", "/v2/repository/models/executor/unload", b"{}"),
-        "the index of the repository": ("POST", "/v2/repository/index", b'{"ready": 7}'),
-        "trace settings": ("POST", "/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}),
-        "trace settings of a model": (
-            "POST",
-            "/v2/models/llm/trace/setting",
-            {"trace_file": "/tmp/nereid-hostile-trace", "trace_rate": "1"},
-        ),
-        "log settings": ("POST", "/v2/logging", level),
-        "damaged log settings": ("POST", "/v2/logging", {"log_verbose_level": "x"}),
-        "an unknown method": ("BREW", "/v2/models/llm", b""),
-        "DELETE": ("DELETE", "/v2/models/llm", b""),
-        "statistics of a path": ("GET", "/v2/models/..%2f..%2fetc/stats", b""),
+        "GET a file": _get("/v2/../../etc/passwd"),
+        "an unknown model": _post("/v2/models/nothing/infer", b"{}"),
+        "an unknown version": _post("/v2/models/llm/versions/99999999999999/infer", b"{}"),
+        "a version with a path": _get("/v2/models/llm/versions/..%2f..%2f1/config"),
+        "load a model with a file": _post("/v2/repository/models/llm/load", parameters),
+        "load a new model": _post("/v2/repository/models/..%2fevil/load", parameters),
+        "unload a model": _post("/v2/repository/models/executor/unload", b"{}"),
+        "the index of the repository": _post("/v2/repository/index", b'{"ready": 7}'),
+        "trace settings": _post("/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}),
+        "trace settings of a model": _post("/v2/models/llm/trace/setting", trace),
+        "log settings": _post("/v2/logging", level),
+        "damaged log settings": _post("/v2/logging", {"log_verbose_level": "x"}),
+        "an unknown method": call("BREW", "/v2/models/llm", is_triton=True),
+        "DELETE": call("DELETE", "/v2/models/llm", is_triton=True),
+        "statistics of a path": _get("/v2/models/..%2f..%2fetc/stats"),
     }
 
 
-def _shared_memory() -> dict[str, tuple[str, str, object]]:
+def _shared_memory() -> dict[str, Send]:
     """Return requests that register memory which does not belong to the client."""
-    region = "/v2/systemsharedmemory/region/"
-    huge = {"key": "/../../etc/passwd", "offset": 0, "byte_size": 2**40}
+
+    def register(name: str, **fields: object) -> Send:
+        return _post(f"/v2/systemsharedmemory/region/{name}/register", fields)
+
+    cuda = {"raw_handle": {"b64": "AAAA"}, "device_id": 99, "byte_size": 2**40}
     return {
-        "shared memory of a file": ("POST", region + "a/register", huge),
-        "shared memory of the server": (
-            "POST",
-            region + "b/register",
-            {"key": "/nereid_feedback", "offset": 0, "byte_size": 64},
+        "shared memory of a file": register(
+            "a", key="/../../etc/passwd", offset=0, byte_size=2**40
         ),
-        "shared memory at a negative offset": (
-            "POST",
-            region + "c/register",
-            {"key": "/x", "offset": -1, "byte_size": -1},
+        "shared memory of the server": register(
+            "b", key="/nereid_feedback", offset=0, byte_size=64
         ),
-        "shared memory of 2**63 bytes": (
-            "POST",
-            region + "d/register",
-            {"key": "/x", "offset": 2**63, "byte_size": 2**63},
-        ),
-        "unregister all shared memory": ("POST", "/v2/systemsharedmemory/unregister", b""),
-        "CUDA shared memory": (
-            "POST",
-            "/v2/cudasharedmemory/region/a/register",
-            {"raw_handle": {"b64": "AAAA"}, "device_id": 99, "byte_size": 2**40},
-        ),
+        "shared memory at a negative offset": register("c", key="/x", offset=-1, byte_size=-1),
+        "shared memory of 2**63 bytes": register("d", key="/x", offset=2**63, byte_size=2**63),
+        "unregister all shared memory": _post("/v2/systemsharedmemory/unregister"),
+        "CUDA shared memory": _post("/v2/cudasharedmemory/region/a/register", cuda),
     }
 
 
-def _damaged_http() -> Iterator[Attack]:
-    """Yield damaged HTTP requests."""
-    path = b"/v2/models/llm/generate"
-    head = b"POST " + path + b" HTTP/1.1\r\nHost: a\r\n"
+def _damaged_requests() -> dict[str, bytes]:
+    """Return damaged HTTP requests."""
     bomb = gzip.compress(b" " * 50_000_000)
-    sent = {
-        "random bytes": bytes(range(256)) * 40,
-        "a header of 1 MB": head + b"X: " + b"y" * 2**20 + b"\r\n\r\n",
-        "10,000 headers": head + b"".join(b"X-%d: y\r\n" % i for i in range(10_000)) + b"\r\n",
-        "two lengths": head + b"Content-Length: 5\r\nContent-Length: 9\r\n\r\n{}   {}  ",
-        "a length of 10**30": head + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n{}",
-        "a negative length": head + b"Content-Length: -5\r\n\r\n{}",
-        "a header length beyond the body": head
-        + b"Inference-Header-Content-Length: 999999999\r\nContent-Length: 2\r\n\r\n{}",
-        "a negative header length": head
-        + b"Inference-Header-Content-Length: -1\r\nContent-Length: 2\r\n\r\n{}",
-        "a gzip bomb": head
-        + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
-        + bomb,
-        "damaged gzip": head + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
+    gzip_length = b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+    header_length = b"Inference-Header-Content-Length: %d\r\nContent-Length: 2\r\n\r\n{}"
+    after_head = {
+        "a header of 1 MB": b"X: " + b"y" * 2**20 + b"\r\n\r\n",
+        "10,000 headers": b"".join(b"X-%d: y\r\n" % i for i in range(10_000)) + b"\r\n",
+        "two lengths": b"Content-Length: 5\r\nContent-Length: 9\r\n\r\n{}   {}  ",
+        "a length of 10**30": b"Content-Length: " + b"9" * 30 + b"\r\n\r\n{}",
+        "a negative length": b"Content-Length: -5\r\n\r\n{}",
+        "a header length beyond the body": header_length % 999_999_999,
+        "a negative header length": header_length % -1,
+        "a gzip bomb": gzip_length % len(bomb) + bomb,
+        "damaged gzip": gzip_length % 4 + b"abcd",
     }
-    for name, data in sent.items():
-        # The Triton server waits for the rest of some of these requests. It closes the connection
-        # only when the client closes it.
-        send = raw(data, is_triton=True, leaves_after_s=3)
-        yield Attack("Triton HTTP", f"damaged: {name}", send, limit_s=10, own_answers=OWN_ANSWERS)
+    head = b"POST /v2/models/llm/generate HTTP/1.1\r\nHost: a\r\n"
+    requests = {name: head + rest for name, rest in after_head.items()}
+    return {"random bytes": bytes(range(256)) * 40, **requests}

@@ -5,96 +5,118 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Target, call, chat, post, raw, read_raw
+from loadtest.hostile.attack import (
+    CHATS,
+    Attack,
+    Outcome,
+    Send,
+    Statuses,
+    Target,
+    call,
+    chat,
+    connect,
+    group,
+    post,
+    raw,
+    read_raw,
+    with_key,
+)
 
-_CHAT = "/v1/chat/completions"
-_BODY = json.dumps(chat()).encode()
+BODY = json.dumps(chat()).encode()
+LENGTH = b"Content-Length: %d" % len(BODY)
 CLOSES = (400, 401, 404, 405, 408, 411, 413, 414, 417, 426, 431, 501, 505, "closed")
-_SLOW_S = 20.0
+_CHUNKED = b"Transfer-Encoding: chunked"
 _SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n\r\n"
 
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks below JSON."""
     yield from _smuggling()
-    yield from _damaged_http()
+    yield from _damaged_requests()
+    yield from _damaged_chunks()
+    yield from _odd_requests()
     yield from _headers()
     yield from _slow()
 
 
-def head(*lines: bytes, path: bytes = b"/v1/chat/completions") -> bytes:
-    """Return the head of a POST request with further header lines."""
-    usual = (b"Host: a", b"Authorization: Bearer {key}", b"Content-Type: application/json")
-    request_line = b"POST " + path + b" HTTP/1.1"
-    return b"\r\n".join((request_line, *usual, *lines, b"", b""))
+def head(*lines: bytes) -> bytes:
+    """Return the head of a chat completion with further header lines."""
+    request_line = b"POST " + CHATS.encode() + b" HTTP/1.1"
+    default = (b"Host: a", b"Authorization: Bearer {key}", b"Content-Type: application/json")
+    return b"\r\n".join((request_line, *default, *lines, b"", b""))
+
+
+def request(body: bytes = BODY) -> bytes:
+    """Return a complete chat completion."""
+    return head(b"Content-Length: %d" % len(body)) + body
 
 
 def _smuggling() -> Iterator[Attack]:
-    length = b"Content-Length: %d" % len(_BODY)
-    chunked = b"Transfer-Encoding: chunked"
-    chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(_BODY), _BODY)
-    heads = {
-        "Content-Length and chunked": (length, chunked),
-        "chunked and Content-Length": (chunked, length),
-        "two lengths": (length, b"Content-Length: 5"),
-        "a list of lengths": (b"Content-Length: 5, %d" % len(_BODY),),
-        "a length with a sign": (b"Content-Length: +%d" % len(_BODY),),
-        "a negative length": (b"Content-Length: -1",),
-        "a length of 10**30": (b"Content-Length: " + b"9" * 30,),
-        "a length in hexadecimal": (b"Content-Length: 0x50",),
+    """Yield requests with an ambiguous length, each followed by a second request."""
+    chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    chunked_heads = {
+        "Content-Length and chunked": (LENGTH, _CHUNKED),
+        "chunked and Content-Length": (_CHUNKED, LENGTH),
         "an unknown transfer encoding": (b"Transfer-Encoding: xchunked",),
-        "chunked twice": (chunked, chunked),
+        "chunked twice": (_CHUNKED, _CHUNKED),
         "chunked after identity": (b"Transfer-Encoding: identity, chunked",),
         "chunked with a tab": (b"Transfer-Encoding:\tchunked",),
         "chunked with a vertical tab": (b"Transfer-Encoding: \x0bchunked",),
-        "a blank before the colon": (b"Transfer-Encoding : chunked", length),
-        "a folded header": (b"X: a\r\n Transfer-Encoding: chunked", length),
     }
-    for name, lines in heads.items():
-        body = chunk if "chunked" in name or "transfer" in name else _BODY
-        send = not_smuggled(head(*lines) + body + _SMUGGLED)
-        yield Attack("smuggling", name, send, (200, *CLOSES), 10)
-    early = b"0\r\n\r\n" + _SMUGGLED
-    lines = (b"Content-Length: %d" % len(early), chunked)
-    yield Attack(
-        "smuggling",
-        "an empty chunk before a second request",
-        not_smuggled(head(*lines) + early),
-        CLOSES,
-        10,
-    )
+    heads = {
+        "two lengths": (LENGTH, b"Content-Length: 5"),
+        "a list of lengths": (b"Content-Length: 5, %d" % len(BODY),),
+        "a length with a sign": (b"Content-Length: +%d" % len(BODY),),
+        "a negative length": (b"Content-Length: -1",),
+        "a length of 10**30": (b"Content-Length: " + b"9" * 30,),
+        "a length in hexadecimal": (b"Content-Length: 0x50",),
+        "a blank before the colon": (b"Transfer-Encoding : chunked", LENGTH),
+        "a folded header": (b"X: a\r\n Transfer-Encoding: chunked", LENGTH),
+    }
+    requests = {
+        **{name: head(*lines) + chunk for name, lines in chunked_heads.items()},
+        **{name: head(*lines) + BODY for name, lines in heads.items()},
+    }
+    sends = {name: not_smuggled(data + _SMUGGLED) for name, data in requests.items()}
+    yield from group("smuggling", sends, allowed=(200, *CLOSES), limit_s=10)
+    # The chunk ends the first request, but its Content-Length includes the second request.
+    body = b"0\r\n\r\n" + _SMUGGLED
+    send = not_smuggled(head(b"Content-Length: %d" % len(body), _CHUNKED) + body)
+    name = "an empty chunk before a second request"
+    yield Attack("smuggling", name, send, allowed=CLOSES, limit_s=10)
 
 
-def not_smuggled(sent: bytes) -> Send:
-    """Return a function that sends bytes with a second request inside the body of the first one.
+def not_smuggled(data: bytes) -> Send:
+    """Return a function that sends a request whose body may contain a second request.
 
-    A second response is allowed only if the first request was complete before the second request.
-    The outcome has the status 599 if the list of models arrives although the length of the body was
-    ambiguous.
+    If the length of the first request is ambiguous, the server must not answer the second request,
+    which asks for the list of models. The outcome has the status 599 if the server does.
     """
-    is_ambiguous = b"Content-Length" in sent and b"chunked" in sent
+    is_ambiguous = b"Content-Length" in data and b"chunked" in data
 
     def send(target: Target, limit_s: float) -> Outcome:
-        with socket.create_connection(("127.0.0.1", target.openai), timeout=limit_s) as connection:
+        received = b""
+        with connect(target.openai, limit_s) as connection:
             with suppress(OSError):
-                connection.sendall(sent.replace(b"{key}", target.key.encode()))
-            first = read_raw(connection)
+                connection.sendall(with_key(data, target))
+            outcome = read_raw(connection)
             connection.settimeout(0.5)
-            rest = b""
             with suppress(OSError):
                 while block := connection.recv(65536):
-                    rest += block
-        if is_ambiguous and b'"object":"list"' in first.text.encode() + rest:
+                    received += block
+        lists_models = b'"object":"list"' in outcome.text.encode() + received
+        if is_ambiguous and lists_models:
             return Outcome(599, "the second request was answered")
-        return first
+        return outcome
 
     return send
 
 
-def _damaged_http() -> Iterator[Attack]:
-    heads = {
+def _damaged_requests() -> Iterator[Attack]:
+    """Yield requests whose first bytes are unusual."""
+    requests = {
         "random bytes": bytes(range(256)) * 40,
         "a TLS greeting": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500,
         "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 9,
@@ -115,10 +137,13 @@ def _damaged_http() -> Iterator[Attack]:
         b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
         "an upgrade to h2c": b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
     }
-    for name, sent in heads.items():
-        yield Attack("damaged HTTP", name, raw(sent), (403, *CLOSES), 10)
-    chunked = head(b"Transfer-Encoding: chunked")
-    bodies = {
+    sends = {name: raw(data) for name, data in requests.items()}
+    yield from group("damaged HTTP", sends, allowed=(403, *CLOSES), limit_s=10)
+
+
+def _damaged_chunks() -> Iterator[Attack]:
+    """Yield requests with damaged or unusual chunks."""
+    chunks = {
         "a chunk of 2**64 bytes": b"FFFFFFFFFFFFFFFF\r\nabc",
         "a chunk size with 1,000 digits": b"1" * 1000 + b"\r\nabc",
         "a chunk without a size": b"\r\nabc\r\n",
@@ -127,38 +152,34 @@ def _damaged_http() -> Iterator[Attack]:
         "no end of a chunk": b"1\r\n{XX1\r\n}\r\n0\r\n\r\n",
         "a million chunks": b"1\r\n \r\n" * 10**6 + b"0\r\n\r\n",
     }
-    for name, sent in bodies.items():
-        yield Attack("damaged HTTP", name, raw(chunked + sent), CLOSES, 15)
-    yield Attack(
-        "damaged HTTP",
-        "500 requests at once on one connection",
-        raw(_SMUGGLED * 500),
-        (200, *CLOSES),
-        15,
-    )
-    compressed = gzip.compress(b" " * 50_000_000)
-    yield Attack(
-        "damaged HTTP",
-        "a body compressed with gzip",
-        post(_CHAT, compressed, {"Content-Encoding": "gzip"}),
-        (400, 413, 415),
-        5,
-    )
-    yield Attack(
-        "damaged HTTP",
-        "the content type of an image",
-        post(_CHAT, chat(), {"Content-Type": "image/png"}),
-        (200, 400, 415),
-        5,
-    )
-    yield Attack("damaged HTTP", "DELETE with a body", call("DELETE", _CHAT, body=_BODY), (405,), 5)
-    yield Attack(
-        "damaged HTTP", "GET with a body", call("GET", "/v1/models", body=_BODY), (200,), 5
-    )
+    sends = {name: raw(head(_CHUNKED) + data) for name, data in chunks.items()}
+    yield from group("damaged HTTP", sends, allowed=CLOSES)
+
+
+def _odd_requests() -> Iterator[Attack]:
+    """Yield requests that the server may answer."""
+    bomb = gzip.compress(b" " * 50_000_000)
+    cases: dict[str, tuple[Send, Statuses]] = {
+        "a body compressed with gzip": (
+            post(CHATS, bomb, {"Content-Encoding": "gzip"}),
+            (400, 413, 415),
+        ),
+        "the content type of an image": (
+            post(CHATS, chat(), {"Content-Type": "image/png"}),
+            (200, 400, 415),
+        ),
+        "DELETE with a body": (call("DELETE", CHATS, body=BODY), (405,)),
+        "GET with a body": (call("GET", "/v1/models", body=BODY), (200,)),
+    }
+    for name, (send, allowed) in cases.items():
+        yield Attack("damaged HTTP", name, send, allowed=allowed, limit_s=5)
+    pipelined = raw(_SMUGGLED * 500)
+    name = "500 requests at once on one connection"
+    yield Attack("damaged HTTP", name, pipelined, allowed=(200, *CLOSES))
 
 
 def _headers() -> Iterator[Attack]:
-    length = b"Content-Length: %d" % len(_BODY)
+    """Yield requests with many, large or damaged header lines."""
     lines = {
         "10,000 headers": [b"X-%d: y" % i for i in range(10_000)],
         "the same header 10,000 times": [b"X: y"] * 10_000,
@@ -173,30 +194,36 @@ def _headers() -> Iterator[Attack]:
         "no colon": [b"XYZ"],
         "headers in Latin-1": [b"X: \xe9\xff"],
     }
-    for name, more in lines.items():
-        yield Attack("headers", name, raw(head(length, *more) + _BODY), (200, *CLOSES), 10)
+    sends = {name: raw(head(LENGTH, *more) + BODY) for name, more in lines.items()}
+    yield from group("headers", sends, allowed=(200, *CLOSES), limit_s=10)
 
 
 def _slow() -> Iterator[Attack]:
-    length = b"Content-Length: %d" % len(_BODY)
-    chunked = head(b"Transfer-Encoding: chunked")
-    sends = {
-        "a body of one byte in a second": _dripping(head(length), _BODY, 1.0),
-        "a body that never comes": _dripping(head(length), b"", 1.0),
-        "a body that stops in the middle": _dripping(head(length) + _BODY[:20], b"", 1.0),
+    """Yield clients that send slowly, send nothing, or do not read."""
+    chunked = head(_CHUNKED)
+    drips = {
+        "a body of one byte in a second": _dripping(head(LENGTH), BODY, pause_s=1.0),
+        "a body that never comes": _dripping(head(LENGTH), b"", pause_s=1.0),
+        "a body that stops in the middle": _dripping(head(LENGTH) + BODY[:20], b"", pause_s=1.0),
         "Expect: 100-continue without a body": _dripping(
-            head(length, b"Expect: 100-continue"), b"", 1.0
+            head(LENGTH, b"Expect: 100-continue"), b"", pause_s=1.0
         ),
-        "endless chunks": _dripping(chunked, b"1\r\n \r\n" * 100_000, 0.002),
-        "a chunk that never ends": _dripping(chunked + b"FFFFFFF\r\n", b" " * 10**6, 0.5),
-        "headers of one byte in a second": _dripping(b"", head(length), 1.0),
-        "headers that never end": _dripping(b"POST / HTTP/1.1\r\n", b"A: b\r\n" * 10**6, 0.2),
-        "a connection without a request": _dripping(b"", b"", 1.0),
+        "endless chunks": _dripping(chunked, b"1\r\n \r\n" * 100_000, pause_s=0.002),
+        "a chunk that never ends": _dripping(chunked + b"FFFFFFF\r\n", b" " * 10**6, pause_s=0.5),
+        "headers of one byte in a second": _dripping(b"", head(LENGTH), pause_s=1.0),
+        "headers that never end": _dripping(
+            b"POST / HTTP/1.1\r\n", b"A: b\r\n" * 10**6, pause_s=0.2
+        ),
+        "a connection without a request": _dripping(b"", b"", pause_s=1.0),
     }
-    for name, send in sends.items():
-        yield Attack("slow client", name, send, CLOSES, _SLOW_S)
-    yield Attack("slow client", "700 connections without a request", _idle(700), ("left",), _SLOW_S)
-    yield Attack("slow client", "50 streams that nobody reads", _unread(50), ("left",), _SLOW_S)
+    yield from group("slow client", drips, allowed=CLOSES, limit_s=20)
+    stream = chat(stream=True, max_tokens=500, ignore_eos=True, logprobs=True)
+    unread = request(json.dumps(stream).encode())
+    silent = {
+        "700 connections without a request": _unread(700, b"", seconds=4),
+        "50 streams that nobody reads": _unread(50, unread, seconds=6, receive_buffer=4096),
+    }
+    yield from group("slow client", silent, allowed=("left",), limit_s=20)
 
 
 def _dripping(start: bytes, rest: bytes, pause_s: float) -> Send:
@@ -204,60 +231,44 @@ def _dripping(start: bytes, rest: bytes, pause_s: float) -> Send:
 
     The server must end the connection within the time limit, with or without an answer.
     """
-    size = 6 if len(rest) > 10_000 else 1
+    piece_size = 6 if len(rest) > 10_000 else 1
 
     def send(target: Target, limit_s: float) -> Outcome:
         deadline = time.monotonic() + limit_s
-        with socket.create_connection(("127.0.0.1", target.openai), timeout=limit_s) as connection:
-            connection.sendall(start.replace(b"{key}", target.key.encode()))
+        data = with_key(rest, target)
+        position = 0
+        with connect(target.openai, limit_s) as connection:
+            connection.sendall(with_key(start, target))
             connection.settimeout(pause_s)
-            filled = rest.replace(b"{key}", target.key.encode())
-            position = 0
             while time.monotonic() < deadline:
-                outcome = read_raw(connection)
+                outcome = read_raw(connection)  # waits for `pause_s`
                 if outcome.status != "hung":
                     return outcome
                 with suppress(OSError):
-                    connection.sendall(filled[position : position + size])
-                position += size
+                    connection.sendall(data[position : position + piece_size])
+                position += piece_size
         return Outcome("hung")
 
     return send
 
 
-def _idle(count: int) -> Send:
-    """Return a function that opens connections, waits for a few seconds, and closes them."""
+def _unread(count: int, data: bytes, seconds: float, receive_buffer: int | None = None) -> Send:
+    """Return a function that opens `count` connections, and closes them after some seconds.
+
+    Each connection sends `data` and reads nothing. With a small `receive_buffer`, in bytes, the
+    server cannot send its whole answer.
+    """
 
     def send(target: Target, limit_s: float) -> Outcome:
-        connections = [
-            socket.create_connection(("127.0.0.1", target.openai), timeout=limit_s)
-            for _ in range(count)
-        ]
-        time.sleep(4)
-        for connection in connections:
-            connection.close()
-        return Outcome("left")
-
-    return send
-
-
-def _unread(count: int) -> Send:
-    """Return a function that starts streams, reads nothing for a few seconds, and closes them."""
-    body = json.dumps(chat(stream=True, max_tokens=500, ignore_eos=True, logprobs=True)).encode()
-    sent = head(b"Content-Length: %d" % len(body)) + body
-
-    def send(target: Target, limit_s: float) -> Outcome:
-        connections = []
-        for _ in range(count):
-            connection = socket.socket()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(limit_s)
-            connection.connect(("127.0.0.1", target.openai))
-            connection.sendall(sent.replace(b"{key}", target.key.encode()))
-            connections.append(connection)
-        time.sleep(6)
-        for connection in connections:
-            connection.close()
+        with ExitStack() as connections:
+            for _ in range(count):
+                connection = connections.enter_context(socket.socket())
+                if receive_buffer is not None:  # must be set before the connection is made
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+                connection.settimeout(limit_s)
+                connection.connect(("127.0.0.1", target.openai))
+                connection.sendall(with_key(data, target))
+            time.sleep(seconds)
         return Outcome("left")
 
     return send

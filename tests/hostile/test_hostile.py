@@ -107,7 +107,8 @@ def test_the_table_of_attacks_covers_all_models_and_has_no_name_twice():
     ],
 )
 def test_which_outcomes_are_defects(outcome, allowed, fault):
-    attack = Attack("kind", "name", post("/", {}), allowed, 5, ((501, "not supported"),))
+    own_answers = ((501, "not supported"),)
+    attack = Attack("kind", "name", post("/", {}), allowed=allowed, own_answers=own_answers)
     assert attack.fault(outcome) == fault
 
 

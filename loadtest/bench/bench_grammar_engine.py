@@ -3,13 +3,15 @@
 import json
 import statistics
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.grammar.request_spec import schema_spec
 from nereid_parsers import get_format
 
-_BATCH = 16
+_BATCH_SIZE = 16
 _NUM_PAIRS = 25
 _PROMPT = list(range(10, 42))
 SCHEMA = {
@@ -65,36 +67,44 @@ def tool_tag(count: int, name_suffix: str = "") -> str:
 
 
 def bench_engine(model: str) -> None:
-    """Print the engine's tokens per second with and without a schema, and the TTFT."""
+    """Print the engine's speed and its time to the first token with and without grammars."""
     config = EngineConfig(model, num_threads=1, max_model_len=1024, num_speculative_tokens=0)
     engine = Engine(config)
-    bench_throughput(engine)
-    bench_first_token(engine)
+    print_throughput(measure_rates(engine))
+    print_first_token(engine)
     engine.close()
 
 
-def bench_throughput(engine: Engine) -> None:
-    """Print the tokens per second with and without a schema.
+class Rates(NamedTuple):
+    """The tokens per second of CPU time with and without a schema, in two successive runs."""
 
-    Runs with and without the schema alternate, and each pair of runs gives one ratio.
-    """
+    with_schema: float
+    without_schema: float
+
+
+def measure_rates(engine: Engine) -> list[Rates]:
+    """Measure pairs of runs with and without a schema."""
     # The array cannot end before max_tokens, so both runs generate the same number of tokens.
     spec = schema_spec({"type": "array", "items": SCHEMA, "minItems": 100}, is_strict=True)
     constrained = SamplingParams(temperature=1.0, seed=1, max_tokens=64, grammar=spec)
     free = SamplingParams(temperature=1.0, seed=1, max_tokens=64, ignore_eos=True)
-    pairs = [
-        (batch_rate(engine, constrained), batch_rate(engine, free)) for _ in range(1 + _NUM_PAIRS)
+    rates = [
+        Rates(batch_rate(engine, constrained), batch_rate(engine, free))
+        for _ in range(1 + _NUM_PAIRS)
     ]
-    del pairs[0]  # The first pair loads code and compiles the grammar.
-    constrained_rate, free_rate = map(statistics.median, zip(*pairs, strict=True))
-    ratios = [with_schema / without for with_schema, without in pairs]
+    return rates[1:]  # The first pair loads code and compiles the grammar.
+
+
+def print_throughput(rates: Sequence[Rates]) -> None:
+    """Print the median speeds, and the distribution of the ratios of all pairs."""
+    with_schema, without_schema = map(statistics.median, zip(*rates, strict=True))
+    ratios = [pair.with_schema / pair.without_schema for pair in rates]
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(
-        f"Batch of {_BATCH}: the engine generates {free_rate:.0f} tokens per second of "
-        f"CPU time without a schema and {constrained_rate:.0f} with a schema for each "
-        f"request. The ratio is {middle:.2f} in the median of {_NUM_PAIRS} pairs of runs "
-        f"(quartiles {low:.2f} and {high:.2f}, minimum {min(ratios):.2f}, maximum "
-        f"{max(ratios):.2f}). The target is 0.9."
+        f"Batch of {_BATCH_SIZE}: the engine generates {without_schema:.0f} tokens per second of "
+        f"CPU time without a schema and {with_schema:.0f} with a schema for each request. The "
+        f"ratio is {middle:.2f} in the median of {len(rates)} pairs of runs (quartiles {low:.2f} "
+        f"and {high:.2f}, minimum {min(ratios):.2f}, maximum {max(ratios):.2f}). The target is 0.9."
     )
 
 
@@ -103,7 +113,7 @@ def batch_rate(engine: Engine, params: SamplingParams) -> float:
 
     The CPU time is that of all threads, because other work on the machine affects it little.
     """
-    for number in range(_BATCH):
+    for number in range(_BATCH_SIZE):
         engine.add_request(str(number), _PROMPT, params)
     started, num_tokens = time.process_time(), 0
     while engine.has_work():
@@ -111,7 +121,7 @@ def batch_rate(engine: Engine, params: SamplingParams) -> float:
     return num_tokens / (time.process_time() - started)
 
 
-def bench_first_token(engine: Engine) -> None:
+def print_first_token(engine: Engine) -> None:
     """Print how much a new and a cached grammar of 16 tools delay the first token."""
     free = SamplingParams(max_tokens=8, ignore_eos=True)
     free_ms = statistics.median(first_token_ms(engine, free) for _ in range(9))

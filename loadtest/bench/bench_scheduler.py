@@ -36,6 +36,7 @@ from loadtest.command_line import Option, parse_command_line
 T = TypeVar("T")
 
 _BLOCK_SIZE = 16
+_SPARE_BLOCKS = 2
 _PROMPT_LENGTH = 64
 _VOCAB_SIZE = 256
 # The numbers of running and of waiting requests.
@@ -146,13 +147,14 @@ def _start(num_running: int, num_waiting: int, num_steps: int) -> tuple[Schedule
     The scheduler runs at most `num_running` requests at a time, and no request ends within
     `num_steps` steps.
     """
-    blocks_per_request = math.ceil((_PROMPT_LENGTH + num_steps) / _BLOCK_SIZE) + 2
+    blocks_per_request = math.ceil((_PROMPT_LENGTH + num_steps) / _BLOCK_SIZE) + _SPARE_BLOCKS
     scheduler = Scheduler(
         BlockPool(num_running * blocks_per_request),
         block_size=_BLOCK_SIZE,
         max_num_seqs=num_running,
         max_num_batched_tokens=max(4096, num_running),
     )
+    # The requests run for more steps than are measured, because other steps contain prompts.
     max_length = _PROMPT_LENGTH + 10 * num_steps
     rng = random.Random(0)
     for number in range(num_running + num_waiting):

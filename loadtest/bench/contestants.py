@@ -80,9 +80,9 @@ def run_contestant(
     if not contestant.python.exists():
         return {"error": f"{name} is not installed. Run `make bench-peers` to install it."}
     program = [str(contestant.python), "-m", f"loadtest.peers.{contestant.module}"]
-    engine = {**contestant.settings, **(settings or {})}
+    all_settings = {**contestant.settings, **(settings or {})}
     return outcome(
-        [*program, str(path), json.dumps(asdict(workload)), json.dumps(engine)],
+        [*program, str(path), json.dumps(asdict(workload)), json.dumps(all_settings)],
         limit_s,
         _environment(workload.threads),
     )

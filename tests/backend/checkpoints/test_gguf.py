@@ -14,7 +14,7 @@ from backend.exactness import PARAMS, open_engine
 from backend.tiny_models import BY_NAME, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_backend import ModelError, UnsupportedModelError
+from nereid_backend import Embedder, ModelError, UnsupportedModelError
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.checkpoints.gguf import gguf_folder
 from nereid_backend.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
@@ -164,6 +164,18 @@ def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path):
         assert loaded.encode(text) == tokenizer.encode(text).ids
     assert loaded.eos_token == "<|end|>"
     assert loaded.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[x]"
+
+
+def test_an_embedding_model_does_not_need_the_output_layer_of_a_file(tmp_path):
+    model = BY_NAME["llama"].make()
+    model.save_pretrained(tmp_path)
+    path = write_gguf(tmp_path, "llama", "F32")
+    add_tokenizer(path, ["a", "aa", "<|end|>"], ["a a"], "gpt-2")
+    embedder = Embedder(str(path), task="embed", num_threads=1)
+    with torch.inference_mode():
+        expected = model.model(torch.tensor([[5, 9, 11]])).last_hidden_state[0, -1]
+    found = embedder.encode([[5, 9, 11]], normalize=False)[0]
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
 
 
 def test_a_chat_with_tools_uses_the_template_for_tools_in_the_file(tmp_path):

@@ -54,6 +54,7 @@ _AUTO: dict[str, Any] = {
     IMAGE_CAUSAL: AutoModelForImageTextToText,
     TOWERS: AutoModel,
 }
+_OUTPUT_LAYER = "lm_head.weight"
 # If the name of a tensor ends with one of these suffixes, the tensor is constant. It is no error if
 # a checkpoint lacks such a tensor, or contains such a tensor that the model does not need.
 _SUFFIXES_OF_CONSTANTS = ("position_ids", "token_type_ids", "inv_freq")
@@ -163,6 +164,9 @@ def _check_unused_weights(spec: CheckpointSpec, names: Iterable[str]) -> None:
     `names` contains the names of the weights in the checkpoint that the model does not use.
     """
     unused = sorted(names)
+    if spec.loader == BASE:
+        # Vectors do not need the output layer of a language model.
+        unused = [name for name in unused if name != _OUTPUT_LAYER]
     check_unused_weights(spec.folder, unused)
     has_own_class = hasattr(transformers, spec.architecture)
     if has_own_class:

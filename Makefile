@@ -36,7 +36,7 @@ setup: $(STAMP) ## Create .venv with everything that serving and testing need
 $(STAMP): $(MANIFESTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; ok = (3, 11) <= v <= (3, 12); ok or print("setup: $(PYTHON) is Python %d.%d, but Nereid needs Python 3.11 or 3.12. Run: make setup PYTHON=python3.11" % v, file=sys.stderr); sys.exit(0 if ok else 2)'
 	@echo "setup: creating the virtual environment $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "setup: $(PYTHON) cannot create a virtual environment. On Debian and Ubuntu, run: apt-get install python3-venv" >&2; exit 2; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { echo "setup: $(PYTHON) cannot create a virtual environment. On Debian and Ubuntu, run: apt-get install python3-venv" >&2; exit 2; }
 	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@echo "setup: installing torch, transformers and the three packages (about a minute with a warm pip cache)"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch

@@ -49,9 +49,7 @@ def _own_limit(spec: CheckpointSpec, encoder: Encoder) -> LengthLimit:
 def _limit_in_files(spec: CheckpointSpec, encoder: Encoder) -> int | None:
     """Return the length limit that the checkpoint's files recommend; None if there is none."""
     limit = spec.max_seq_length or encoder.tokenizer.model_max_length
-    # tokenizer_config.json may contain a value of a wrong type, such as a text.
-    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-    return int(limit) if is_number and 1 <= limit < _NO_LIMIT else None
+    return int(limit) if 1 <= limit < _NO_LIMIT else None
 
 
 def _num_position_embeddings(encoder: Encoder) -> int | None:

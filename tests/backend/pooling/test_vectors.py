@@ -156,6 +156,15 @@ def test_a_token_without_an_embedding_is_an_error_of_its_text(encoder_of, tmp_pa
     assert embedder.encode("w1").shape == (1, 48)
 
 
+def test_a_length_limit_of_a_tokenizer_that_is_no_number_is_refused(encoder_of, tmp_path):
+    file = copy_of(encoder_of("bert"), tmp_path) / "tokenizer_config.json"
+    content = json.loads(file.read_text())
+    file.unlink()  # The file is a link to the file of another test.
+    file.write_text(json.dumps(content | {"model_max_length": "512"}))
+    with pytest.raises(ModelError, match="model_max_length of the tokenizer must be a number"):
+        Embedder(str(tmp_path))
+
+
 def test_an_embedder_that_reads_a_chat_template_is_refused(encoder_of, tmp_path):
     folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
     (folder / "sentence_bert_config.json").write_text('{"modality_config": {"message": {}}}')
@@ -350,7 +359,6 @@ def test_arguments_for_the_config_and_the_tokenizer_are_used_as_in_sentence_tran
     ("file", "settings", "limit"),
     [
         ("sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 9}}}, 9),
-        ("tokenizer_config.json", {"model_max_length": "9"}, 160),
         ("tokenizer_config.json", {"model_max_length": 9.0}, 9),
     ],
 )

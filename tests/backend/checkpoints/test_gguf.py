@@ -169,7 +169,7 @@ def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path):
 def test_an_embedding_model_does_not_need_the_output_layer_of_a_file(tmp_path):
     model = BY_NAME["llama"].make()
     model.save_pretrained(tmp_path)
-    path = write_gguf(tmp_path, "llama", "F32")
+    path = write_gguf(tmp_path, "llama", "F32", metadata={"pooling_type": 3})
     add_tokenizer(path, ["a", "aa", "<|end|>"], ["a a"], "gpt-2")
     embedder = Embedder(str(path), task="embed", num_threads=1)
     with torch.inference_mode():
@@ -305,6 +305,7 @@ def test_an_unknown_pre_tokenizer_is_refused(tmp_path):
     ("architecture", "metadata", "message"),
     [
         ("falcon", {}, "architecture 'falcon' is not supported. The supported architectures are"),
+        ("llama", {"pooling_type": 1}, r"llama\.pooling_type must be 3 .*, but it is 1"),
         ("llama", {"expert_count": 8}, r"metadata value llama\.expert_count is not supported"),
         (
             "llama",

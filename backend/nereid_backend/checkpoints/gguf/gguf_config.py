@@ -111,6 +111,7 @@ _KEYS_WITHOUT_FIELD = (
     "rope.scaling.finetuned",
     "attention.value_length",
     "tensor_data_layout",
+    "pooling_type",
 )
 # The metadata keys whose values must be positive integers.
 _INTEGERS = (
@@ -128,6 +129,8 @@ _NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_bas
 _REQUIRED = ("embedding_length", "block_count", "attention.head_count")
 _EMBEDDINGS = "token_embd.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
+# The number of the pooling method "last token" in llama.cpp. Causal models use this method.
+_LAST_TOKEN = 3
 _DEFAULT_ROPE_THETA = 10000.0
 
 
@@ -166,6 +169,12 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     config.setdefault("num_key_value_heads", num_heads)
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
     _check_head_size(file, values, config["head_dim"])
+    if values.get("pooling_type", _LAST_TOKEN) != _LAST_TOKEN:
+        raise UnsupportedModelError(
+            f"{file.path}: {file.architecture}.pooling_type must be {_LAST_TOKEN} (the vector of "
+            f"the last token), but it is {values['pooling_type']}. Use the model's safetensors "
+            "files."
+        )
     # The following fields are not simple copies of metadata values.
     config |= {
         "model_type": architecture.model_type,

@@ -31,6 +31,9 @@ class RerankRequest(PoolingRequest):
     """TEI's name of documents."""
     top_n: Annotated[int, Field(ge=0)] | None = None
     """The number of documents to return. 0 returns all."""
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """Voyage's name of top_n, which takes precedence. If the body has this field, even with the
+    value null, the response also contains the results in the member `data`."""
     return_documents: bool | None = None
     """Whether the response repeats the documents."""
     return_text: bool | None = None
@@ -76,6 +79,11 @@ class RerankRequest(PoolingRequest):
             field = given_fields[0]
             raise FieldError(field, f"{field} must not be an empty list")
         return self
+
+    @property
+    def max_results(self) -> int | None:
+        """The number of documents to return. None or 0 returns all."""
+        return self.top_k if self.top_n is None else self.top_n
 
     @property
     def ranked_documents(self) -> list[Document]:

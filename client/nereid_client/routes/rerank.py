@@ -84,11 +84,13 @@ async def _rerank(request: Request, default_format: str) -> Response:
     if with_text is None:  # the default of each format
         with_text = response_format in ("jina", "sglang")
     ranked = embedding_output.ranking(
-        outputs.arrays["scores"], body.ranked_documents, body.top_n, with_text=with_text
+        outputs.arrays["scores"], body.ranked_documents, body.max_results, with_text=with_text
     )
-    return JSONResponse(
-        _response_body(response_format, ranked, outputs, served, request_id_of(request))
-    )
+    response = _response_body(response_format, ranked, outputs, served, request_id_of(request))
+    if response_format == "jina" and "top_k" in body.model_fields_set:
+        # Voyage's library always sends the field top_k, and reads the results from `data`.
+        response |= {"object": "list", "data": response["results"]}
+    return JSONResponse(response)
 
 
 async def _read_body_and_query_parameter(request: Request) -> RerankRequest:

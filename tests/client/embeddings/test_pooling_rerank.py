@@ -33,6 +33,15 @@ async def test_results_come_by_falling_relevance_in_the_shape_of_jina_and_vllm(a
     ]
 
 
+async def test_voyages_library_gets_the_results_in_data_and_sets_their_number_with_top_k(ask):
+    body = {"query": "red fox", "documents": DOCUMENTS, "truncation": True}
+    answer = (await ask("/v1/rerank", **body, top_k=1)).json()
+    assert answer["data"] == answer["results"]
+    assert [result["index"] for result in answer["data"]] == [0]
+    assert len((await ask("/v1/rerank", **body, top_k=None)).json()["data"]) == 3
+    assert "data" not in (await ask("/v1/rerank", **body)).json()
+
+
 async def test_cohere_2_gets_its_meta_and_no_documents_unless_asked(ask):
     answer = (await ask("/v2/rerank", query="red", documents=DOCUMENTS, top_n=1)).json()
     assert answer["results"] == [{"index": 0, "relevance_score": 1.0}]

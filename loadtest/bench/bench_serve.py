@@ -83,20 +83,22 @@ def cpu_without_engine(cpu_s: Mapping[str, float]) -> float:
 def measure_engine(engine: Engine, prompts: Prompts, max_tokens: int, concurrency: int) -> Speed:
     """Measure the engine in this process, with at most `concurrency` requests at a time."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    waiting = list(enumerate(prompts))
+    waiting = {str(number): prompt for number, prompt in enumerate(prompts)}
     streams: dict[str, Stream] = {}
-    started, num_running = time.perf_counter(), 0
-    while waiting or num_running:
-        while waiting and num_running < concurrency:
-            number, prompt = waiting.pop()
-            streams[str(number)] = Stream()
-            engine.add_request(str(number), prompt, params)
-            num_running += 1
+    running: set[str] = set()
+    started = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            name, prompt = waiting.popitem()
+            streams[name] = Stream()
+            engine.add_request(name, prompt, params)
+            running.add(name)
         for update in engine.step():
             stream = streams[update.request_id]
             if update.new_token_ids:
                 stream.record(stream.num_tokens + len(update.new_token_ids))
-            num_running -= update.finish_reason is not None
+            if update.finish_reason is not None:
+                running.remove(update.request_id)
     return Speed.of(list(streams.values()), time.perf_counter() - started)
 
 
@@ -105,15 +107,11 @@ async def _ask(
 ) -> Stream:
     """Send one streaming request to the gRPC endpoint."""
     sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
-    tensors = {
-        "input_ids": ("INT32", np.array(prompt, dtype=np.int32)),
-        "stream": ("BOOL", np.array([True])),
-        "sampling_parameters": ("BYTES", np.array([json.dumps(sampling).encode()], dtype=object)),
-    }
-    inputs = []
-    for name, (datatype, values) in tensors.items():
-        inputs.append(grpcclient.InferInput(name, list(values.shape), datatype))
-        inputs[-1].set_data_from_numpy(values)
+    inputs = [
+        _tensor("input_ids", "INT32", np.array(prompt, np.int32)),
+        _tensor("stream", "BOOL", np.array([True])),
+        _tensor("sampling_parameters", "BYTES", np.array([json.dumps(sampling).encode()], object)),
+    ]
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
         yield {"model_name": "llm", "inputs": inputs}
@@ -124,6 +122,12 @@ async def _ask(
             raise error
         stream.record(json.loads(result.as_numpy("delta")[0])["usage"]["completion_tokens"])
     return stream
+
+
+def _tensor(name: str, datatype: str, values: "np.ndarray[Any, Any]") -> grpcclient.InferInput:
+    tensor = grpcclient.InferInput(name, values.shape, datatype)
+    tensor.set_data_from_numpy(values)
+    return tensor
 
 
 async def measure_endpoint(

@@ -208,12 +208,10 @@ def run_prompts(engine: Engine, prompts: Prompts, batch_size: int, max_tokens: i
     before = engine.stats()
     seconds = cpu_seconds = 0.0
     num_tokens = 0
-    for start in range(0, len(prompts.token_ids), batch_size):
-        for number in range(start, min(start + batch_size, len(prompts.token_ids))):
-            params = SamplingParams(
-                temperature=prompts.temperature, max_tokens=max_tokens, ignore_eos=True, seed=number
-            )
-            engine.add_request(str(number), prompts.token_ids[number], params)
+    numbers = range(len(prompts.token_ids))
+    for start in numbers[::batch_size]:
+        for number in numbers[start : start + batch_size]:
+            add_request(engine, prompts, number, max_tokens)
         # Only the steps after the prefill of the batch are measured.
         while engine.stats().num_requests_waiting:
             engine.step()
@@ -224,6 +222,14 @@ def run_prompts(engine: Engine, prompts: Prompts, batch_size: int, max_tokens: i
         cpu_seconds += time.process_time() - cpu_begin
     acceptance, mean_draft = draft_figures(before, engine.stats())
     return Measurement(num_tokens / seconds, num_tokens / cpu_seconds, acceptance, mean_draft)
+
+
+def add_request(engine: Engine, prompts: Prompts, number: int, max_tokens: int) -> None:
+    """Add a request with one of the prompts to the engine. The number is also its seed."""
+    params = SamplingParams(
+        temperature=prompts.temperature, max_tokens=max_tokens, ignore_eos=True, seed=number
+    )
+    engine.add_request(str(number), prompts.token_ids[number], params)
 
 
 def draft_figures(before: EngineStats, after: EngineStats) -> tuple[float | None, float]:

@@ -264,8 +264,6 @@ def _run(args: argparse.Namespace, load: Load, engine: str) -> Section:
         storm = Storm(served, load, random.Random(args.seed), watch, _print)
         asyncio.run(storm.run(args.requests, args.rest))
         watch.look()
-        if watch.outages and args.keep_log:
-            args.keep_log.write_text(served.server_log)
         storm.broken += stop(served)
     title = f"{engine} engine, {args.requests} requests, seed {args.seed}"
     return report(storm, watch, title, args.crashes)
@@ -275,12 +273,12 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _load(engine: str, args: argparse.Namespace, folder: Path) -> Load:
+def _load(engine: str, seed: int, folder: Path) -> Load:
     """Return the load for an engine. `folder` is for the script of the scripted engine."""
-    rng = random.Random(args.seed)
+    rng = random.Random(seed)
     if engine == "demo":
-        return cancel_storm_requests.demo(rng, args.variety)
-    return cancel_storm_requests.scripted(rng, 4 * args.variety, folder)
+        return cancel_storm_requests.demo(rng, variety=8)
+    return cancel_storm_requests.scripted(rng, variety=32, folder=folder)
 
 
 def main() -> int:
@@ -292,15 +290,13 @@ def main() -> int:
     add("--engine", choices=engines, default="both", help="engine to test (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of all random choices")
     add("--rest", type=int, default=1000, metavar="N", help="requests between two idle checks")
-    add("--variety", type=int, default=8, metavar="N", help="prompts of each kind (default: 8)")
     add("--crashes", type=int, default=0, metavar="N", help="allowed crashes of each server")
-    add("--keep-log", type=Path, metavar="PATH", help="write the server's log there if it crashed")
     add("--markdown", type=Path, metavar="PATH", help="also write the report to this file")
     args = parser.parse_args()
     command_line.exit_on_sigterm()
     chosen = ("demo", "scripted") if args.engine == "both" else (args.engine,)
     with tempfile.TemporaryDirectory() as folder:
-        sections = [_run(args, _load(engine, args, Path(folder)), engine) for engine in chosen]
+        sections = [_run(args, _load(engine, args.seed, Path(folder)), engine) for engine in chosen]
     command_line.print_report("\n\n".join(one.text for one in sections), args.markdown)
     return int(any(section.is_broken for section in sections))
 

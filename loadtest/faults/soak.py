@@ -139,14 +139,10 @@ class Soak:
         served: the server.
         rng: the source of all random choices.
         num_users: the number of requests at a time.
-        pause_s: the mean pause of a user between two requests, in seconds.
     """
 
-    def __init__(
-        self, served: Served, rng: random.Random, num_users: int, pause_s: float = 0.0
-    ) -> None:
+    def __init__(self, served: Served, rng: random.Random, num_users: int) -> None:
         self._served = served
-        self._pause_s = pause_s
         self._rng = rng
         self._num_users = num_users
         self._asker = make_asker(served)
@@ -224,7 +220,6 @@ class Soak:
                 ask = ask.read_slowly(rng.uniform(0.02, 0.2))
             outcome = await self._asker.ask(ask, expected)
             self.results.take(outcome)
-            await asyncio.sleep(rng.uniform(0.0, 2 * self._pause_s))
             if outcome.kind not in ("ok", "cancelled"):
                 # A well-behaved client does not send the next request at once after an error.
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
@@ -295,7 +290,6 @@ def main() -> int:
     add = parser.add_argument
     add("--minutes", type=float, default=10.0, help="duration of the traffic")
     add("--users", type=int, default=8, help="number of requests at a time")
-    add("--pause", type=float, default=0.0, metavar="S", help="mean pause between requests")
     add("--seed", type=int, default=0, help="seed of all random choices")
     add("--every", type=float, default=60.0, metavar="S", help="seconds between faults")
     faults_help = "`all`, `none`, or a word that the names of the faults must contain"
@@ -310,7 +304,7 @@ def main() -> int:
     flags = ["--max-restarts=1000", "--restart-backoff=0", "--served-model-name=chat"]
     with Served(args.model, arguments=[*flags, "--log-level=warning"]) as served:
         with Watch(served) as watch:
-            soak = Soak(served, random.Random(args.seed), args.users, args.pause)
+            soak = Soak(served, random.Random(args.seed), args.users)
             asyncio.run(soak.run(args.minutes, faults, args.every))
         soak.results.broken += stop(served)
     title = f"{args.minutes:g} minutes, {args.users} users, seed {args.seed}"

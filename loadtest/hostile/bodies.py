@@ -3,8 +3,9 @@
 import json
 from collections.abc import Callable, Iterator
 
-from loadtest.hostile.attack import CHATS, COMPLETIONS, Attack, chat, group, post, post_chat
+from loadtest.hostile.attack import Attack, group
 from loadtest.hostile.grammars import tool
+from loadtest.hostile.requests import CHATS, COMPLETIONS, chat, post, post_chat
 
 _ROUTES = (
     *(CHATS, COMPLETIONS, "/v1/responses", "/v1/messages", "/tokenize", "/v1/embeddings"),

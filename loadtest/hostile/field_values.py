@@ -15,17 +15,8 @@ from nereid_client.protocol.rerank_requests import ClassifyRequest, RerankReques
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.tokenize_request import TokenizeRequest
 
-from loadtest.hostile.attack import (
-    CHATS,
-    COMPLETIONS,
-    Attack,
-    Outcome,
-    Send,
-    Target,
-    chat,
-    post,
-    worst,
-)
+from loadtest.hostile.attack import Attack, Outcome, Send, Target, worst
+from loadtest.hostile.requests import CHATS, COMPLETIONS, chat, post
 
 # The hostile values are JSON texts, because `json.dumps` cannot write some of them.
 _VALUES = (

@@ -4,19 +4,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from loadtest.hostile.attack import (
-    CHATS,
-    COMPLETIONS,
-    Attack,
-    Outcome,
-    Send,
-    Target,
-    chat,
-    group,
-    post,
-    worst,
-)
+from loadtest.hostile.attack import Attack, Outcome, Send, Target, group, worst
 from loadtest.hostile.grammars import object_schema, schema_request
+from loadtest.hostile.requests import CHATS, COMPLETIONS, chat, post
 
 
 def attacks() -> Iterator[Attack]:

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Iterator
 
-from loadtest.hostile.attack import CHATS, COMPLETIONS, Attack, chat, group, post, post_chat
+from loadtest.hostile.attack import Attack, group
+from loadtest.hostile.requests import CHATS, COMPLETIONS, chat, post, post_chat
 
 _BOMB = "((a{1,1000}){1,1000}){1,1000}"
 

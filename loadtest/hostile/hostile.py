@@ -41,16 +41,19 @@ from loadtest.hostile import (
     triton_http,
     wire,
 )
-from loadtest.hostile.attack import Attack, Outcome, Request, Target, exchange
+from loadtest.hostile.attack import Attack, Outcome, Target
 from loadtest.hostile.observers import MemoryWatch, Neighbour, canary, first_token_s
 from loadtest.hostile.report import Limits, Result, Run, report
+from loadtest.hostile.requests import Request, exchange
 from loadtest.server import processes
 from loadtest.server.served import Served
 
 _ATTACKER = "sk-attacker"
 _NEIGHBOUR = "sk-neighbour"
 _ATTACKER_NICENESS = 10
+_NUM_ATTACKERS = 4
 _NUM_QUIET_REQUESTS = 40
+_MEMORY_LIMIT = 6 * 2**30
 _SETTINGS = {"NEREID_RECEIVE_TIMEOUT_S": "8", "NEREID_UNREAD_TIMEOUT_S": "5"}
 _KEYS = f"""
 [attacker]
@@ -70,9 +73,9 @@ def all_attacks() -> list[Attack]:
     return [attack for module in modules for attack in module.attacks()]
 
 
-def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tuple[str, bool]:
+def run(attacks: Sequence[Attack]) -> tuple[str, bool]:
     """Start a server, run the attacks, and return the report and whether the run passed."""
-    with serve(memory_limit) as served, canary() as (canary_port, visits):
+    with serve() as served, canary() as (canary_port, visits):
         port = served.openai_port
         target = Target(
             openai=port,
@@ -93,7 +96,7 @@ def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tup
         # attacks take less processor time from the server.
         os.nice(_ATTACKER_NICENESS)
         started = time.monotonic()
-        with ThreadPoolExecutor(num_attackers) as pool:
+        with ThreadPoolExecutor(_NUM_ATTACKERS) as pool:
             results = list(pool.map(lambda attack: _result(attack, target, limits), attacks))
         time.sleep(1)
         neighbour.stop()
@@ -120,14 +123,14 @@ def _result(attack: Attack, target: Target, limits: Limits) -> Result:
 
 
 @contextmanager
-def serve(memory_limit: int) -> Iterator[Served]:
+def serve() -> Iterator[Served]:
     """Start a server with two API keys, and with limited memory for each of its processes."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         keys = Path(folder) / "keys.toml"
         keys.write_text(_KEYS)
         environment = {**_SETTINGS, "NEREID_API_KEY_FILE": str(keys)}
         served = Served(environment=environment, arguments=["--log-level=warning"])
-        with limited_memory(memory_limit):  # the processes keep the limit
+        with limited_memory(_MEMORY_LIMIT):  # the processes keep the limit
             stack.enter_context(served)
         yield served
 
@@ -165,8 +168,6 @@ def main() -> int:
     parser = command_line.parser(__doc__)
     add = parser.add_argument
     add("--only", default="", help="run the attacks whose kind or name contains this text")
-    add("--attackers", type=int, default=4, help="attacks at the same time")
-    add("--memory-gib", type=float, default=6, help="the memory of each process")
     add("--list", action="store_true", help="print the attacks and exit")
     args = parser.parse_args()
     by_name = {f"{one.kind}: {one.name}": one for one in all_attacks()}
@@ -177,7 +178,7 @@ def main() -> int:
             print(f"{attack.kind}: {attack.name}")
         print(f"{len(attacks)} attacks")
         return 0
-    text, has_passed = run(attacks, args.attackers, int(args.memory_gib * 2**30))
+    text, has_passed = run(attacks)
     print(text)
     return 0 if has_passed else 1
 

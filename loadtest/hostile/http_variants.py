@@ -8,20 +8,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 
-from loadtest.hostile.attack import (
-    CHATS,
-    Attack,
-    Outcome,
-    Send,
-    Target,
-    chat,
-    connect,
-    group,
-    post,
-    raw,
-    read_raw,
-    with_key,
-)
+from loadtest.hostile.attack import Attack, Outcome, Send, Target, group
+from loadtest.hostile.requests import CHATS, chat, connect, post, raw, read_raw, with_key
 from loadtest.hostile.wire import BODY, CLOSES, LENGTH, head, not_smuggled, request
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # for SO_LINGER: on, and no time to send the rest

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
-from loadtest.hostile.attack import CHATS, chat, connect
+from loadtest.hostile.requests import CHATS, chat, connect
 from loadtest.server import processes
 from loadtest.server.served import Served
 

@@ -5,7 +5,8 @@ import struct
 import zlib
 from collections.abc import Iterator
 
-from loadtest.hostile.attack import CHATS, Attack, call, chat, group, post, post_chat
+from loadtest.hostile.attack import Attack, group
+from loadtest.hostile.requests import CHATS, call, chat, post, post_chat
 
 
 def attacks() -> Iterator[Attack]:

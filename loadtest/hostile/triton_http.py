@@ -4,7 +4,8 @@ import gzip
 import json
 from collections.abc import Iterator
 
-from loadtest.hostile.attack import Attack, Send, call, group, raw
+from loadtest.hostile.attack import Attack, Send, group
+from loadtest.hostile.requests import call, raw
 from loadtest.hostile.tensors import MODELS
 
 # If the Triton server cannot read a request, it answers with status 500. If a model does not

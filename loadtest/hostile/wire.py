@@ -7,22 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
-from loadtest.hostile.attack import (
-    CHATS,
-    Attack,
-    Outcome,
-    Send,
-    Statuses,
-    Target,
-    call,
-    chat,
-    connect,
-    group,
-    post,
-    raw,
-    read_raw,
-    with_key,
-)
+from loadtest.hostile.attack import Attack, Outcome, Send, Statuses, Target, group
+from loadtest.hostile.requests import CHATS, call, chat, connect, post, raw, read_raw, with_key
 
 BODY = json.dumps(chat()).encode()
 LENGTH = b"Content-Length: %d" % len(BODY)

@@ -100,7 +100,7 @@ def measure(rate: float, duration_s: float, num_nodes: int) -> Measurement:
     is_single = num_nodes == 1
     routing = "prefix routing, any number" if is_single else f"random routing, {num_nodes} nodes"
     outcome = run_node(rate, duration_s, num_nodes)
-    delays_s = [record.delay_s(record.first_token_s) for record in outcome.records]
+    delays_s = [record.first_token_delay_s for record in outcome.records]
     return Measurement(routing, rate, outcome.hit_rate, percentiles(delays_s))
 
 

@@ -1,37 +1,24 @@
-"""Simulate the scheduler on a trace of arrivals, with a cost model instead of a GPU and a model.
+"""Simulates the scheduler on a list of arrivals, with a cost model instead of a GPU and a model.
 
-    python -m loadtest.simulators.scheduler_simulator --requests 2000 --rate 20
-    python -m loadtest.simulators.scheduler_simulator --trace arrivals.jsonl --max-num-seqs 64
-
-A trace has one JSON object per line, such as
-{"arrival_s": 0.1, "prompt_tokens": 300, "output_tokens": 50}. The optional fields are "n",
-"priority", "prefix" and "prefix_tokens". The prompts of requests with the same "prefix" begin with
-the same "prefix_tokens" tokens. The time of a step is
+The time of a step is
 
     step_ms + token_ms * tokens in the step + context_ms * cached tokens that attention reads
 
 This cost model is close enough to a real engine to compare settings and policies.
 """
 
-import argparse
-import json
 import random
-import sys
 from collections import abc, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
-
-from loadtest import command_line
 
 ANSWER_TOKEN = 1  # each simulated answer repeats this token
 _PROMPT_TOKENS = range(2, 50_000)
@@ -39,7 +26,7 @@ _PROMPT_TOKENS = range(2, 50_000)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace.
+    """One request.
 
     Attributes:
         arrival_s: the time of the arrival, in seconds from the start.
@@ -89,37 +76,30 @@ class Record:
         arrival: the request.
         begun_s: the start time of the first step that contains the request.
         first_token_s: the time of the first token.
-        end_s: the time at which the last sequence ends.
         num_tokens: the number of generated tokens of all sequences.
-        num_ended: the number of sequences that have ended.
     """
 
     arrival: Arrival
     begun_s: float | None = None
     first_token_s: float | None = None
-    end_s: float | None = None
     num_tokens: int = 0
-    num_ended: int = 0
 
     def note_start(self, clock_s: float) -> None:
         """Store the start time of a step that contains the request, if the step is the first."""
         if self.begun_s is None:
             self.begun_s = clock_s
 
-    def note_token(self, clock_s: float, *, is_last: bool) -> None:
-        """Count a generated token. `is_last` states whether the token ends its sequence."""
+    def note_token(self, clock_s: float) -> None:
+        """Count a generated token."""
         self.num_tokens += 1
         if self.first_token_s is None:
             self.first_token_s = clock_s
-        if is_last:
-            self.num_ended += 1
-            if self.num_ended == self.arrival.n:
-                self.end_s = clock_s
 
-    def delay_s(self, time_s: float | None) -> float:
-        """Return the seconds from the arrival to one of the times of this record."""
-        assert time_s is not None
-        return time_s - self.arrival.arrival_s
+    @property
+    def first_token_delay_s(self) -> float:
+        """The seconds from the arrival to the first token."""
+        assert self.first_token_s is not None
+        return self.first_token_s - self.arrival.arrival_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,53 +108,28 @@ class Outcome:
 
     Attributes:
         records: one record for each arrival, in order of arrival.
-        elapsed_s: the simulated seconds.
         num_steps: the number of steps.
         num_preemptions: the number of preemptions.
         hit_rate: the share of prompt tokens that were found in the prefix cache.
     """
 
     records: list[Record]
-    elapsed_s: float
     num_steps: int
     num_preemptions: int
     hit_rate: float
 
-    def report(self) -> str:
-        """Return a summary and a table of percentiles as text."""
-        ended = [record for record in self.records if record.end_s is not None]
-        prompt_rate = sum(record.arrival.prompt_tokens for record in ended) / self.elapsed_s
-        output_rate = sum(record.num_tokens for record in self.records) / self.elapsed_s
-        delays = {
-            "queue": [record.delay_s(record.begun_s) for record in ended],
-            "first token": [record.delay_s(record.first_token_s) for record in ended],
-            "whole answer": [record.delay_s(record.end_s) for record in ended],
-        }
-        lines = [
-            f"{len(ended)} of {len(self.records)} requests ended in {self.elapsed_s:.1f} s and "
-            f"{self.num_steps} steps",
-            f"{output_rate:.0f} output and {prompt_rate:.0f} prompt tokens/s, "
-            f"{self.num_preemptions} preemptions, {self.hit_rate:.0%} of prompt tokens from the "
-            "prefix cache",
-            f"{'seconds':14}" + "".join(f"{name:>9}" for name in ("p50", "p90", "p99", "max")),
-        ]
-        for name, values in delays.items():
-            lines.append(f"{name:14}" + "".join(f"{value:9.3f}" for value in percentiles(values)))
-        return "\n".join(lines)
-
 
 class Percentiles(NamedTuple):
-    """The 50th, 90th and 99th percentile of some values, and the largest value."""
+    """The 50th, 90th and 99th percentile of some values."""
 
     p50: float
     p90: float
     p99: float
-    largest: float
 
 
 def percentiles(values: abc.Sequence[float]) -> Percentiles:
     """Return percentiles of `values`. Without values, all percentiles are 0."""
-    return Percentiles(*np.percentile(values or [0.0], (50, 90, 99, 100)).tolist())
+    return Percentiles(*np.percentile(values or [0.0], (50, 90, 99)).tolist())
 
 
 class Step(NamedTuple):
@@ -219,11 +174,9 @@ def simulate(arrivals: Iterable[Arrival], scheduler: Scheduler, cost: Cost) -> O
         clock_s += cost.of(step.plan)
         num_steps += 1
         for update in step.updates:
-            is_last = update.finish_reason is not None
-            records[update.request_id].note_token(clock_s, is_last=is_last)
+            records[update.request_id].note_token(clock_s)
     return Outcome(
         records=list(records.values()),
-        elapsed_s=clock_s,
         num_steps=num_steps,
         num_preemptions=scheduler.num_preemptions,
         hit_rate=_hit_rate(scheduler),
@@ -256,98 +209,3 @@ def _sequence(number: int, arrival: Arrival) -> Sequence:
 def random_tokens(rng: random.Random, count: int) -> list[int]:
     """Return `count` random prompt tokens."""
     return rng.choices(_PROMPT_TOKENS, k=count)
-
-
-def poisson(
-    num_requests: int, rate: float, seed: int, priorities: abc.Sequence[int] = (0,)
-) -> list[Arrival]:
-    """Return a random trace with `rate` arrivals per second on average.
-
-    Arrivals are independent of each other. Lengths follow a log-normal distribution, so that few
-    requests are long. The same `seed` gives the same trace.
-    """
-    rng = random.Random(seed)
-    clock_s = 0.0
-    arrivals = []
-    for _ in range(num_requests):
-        clock_s += rng.expovariate(rate)
-        # The median is about 245 tokens for prompts and 90 tokens for answers.
-        prompt_tokens = min(4000, 1 + int(rng.lognormvariate(mu=5.5, sigma=1.0)))
-        output_tokens = min(1000, 1 + int(rng.lognormvariate(mu=4.5, sigma=0.8)))
-        priority = rng.choice(priorities)
-        arrivals.append(Arrival(clock_s, prompt_tokens, output_tokens, priority=priority))
-    return arrivals
-
-
-def read_trace(lines: Iterable[str]) -> list[Arrival]:
-    """Parse the lines of a trace. Blank lines are ignored.
-
-    Raises:
-        ValueError: a line is not a JSON object, or has unknown fields. The message contains the
-            number of the line.
-    """
-    arrivals = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            arrivals.append(_arrival(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number} of the trace: {error}") from error
-    return arrivals
-
-
-def _arrival(entry: dict[str, Any]) -> Arrival:
-    """Return the request that one JSON object of a trace describes."""
-    unknown = sorted(set(entry) - {field.name for field in fields(Arrival)})
-    if unknown:
-        raise ValueError(f"unknown fields {', '.join(unknown)}")
-    return Arrival(**entry)
-
-
-def main(argv: abc.Sequence[str] | None = None) -> None:
-    """Run the simulation that the command line describes, and print a table."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if args.trace is None:
-        arrivals = poisson(args.requests, args.rate, args.seed)
-    else:
-        with args.trace.open(encoding="utf-8") as lines:
-            arrivals = read_trace(lines)
-    longest = max((one.prompt_tokens + one.output_tokens for one in arrivals), default=0)
-    if longest > args.num_blocks * args.block_size:
-        parser.error(
-            f"the longest request has {longest} tokens, but the KV cache has only "
-            f"{args.num_blocks * args.block_size} (--num-blocks times --block-size); increase "
-            "--num-blocks"
-        )
-    scheduler = Scheduler(
-        BlockPool(args.num_blocks),
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-    )
-    outcome = simulate(arrivals, scheduler, Cost(args.step_ms, args.token_ms, args.context_ms))
-    sys.stdout.write(outcome.report() + "\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    cost = Cost()
-    add("--trace", type=Path, help="trace file (default: random arrivals)")
-    add("--requests", type=int, default=1000, help="number of random arrivals")
-    add("--rate", type=float, default=10.0, help="random arrivals per second")
-    add("--seed", type=int, default=0, help="seed of the random arrivals")
-    add("--num-blocks", type=int, default=8192, help="number of KV cache blocks")
-    add("--block-size", type=int, default=16, help="tokens of each KV cache block")
-    add("--max-num-seqs", type=int, default=256, help="largest number of running sequences")
-    add("--max-num-batched-tokens", type=int, default=2048, help="token budget of a step")
-    add("--step-ms", type=float, default=cost.step_ms, help="time of each step")
-    add("--token-ms", type=float, default=cost.token_ms, help="time of each token in a step")
-    add("--context-ms", type=float, default=cost.context_ms, help="time of each cached token")
-    return parser
-
-
-if __name__ == "__main__":
-    main()

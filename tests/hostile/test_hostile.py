@@ -12,9 +12,10 @@ from fakes.fake_backend import FakeBackend
 from fakes.live_frontend import live_frontend
 
 from loadtest.hostile import bodies, http_variants, templates, tensors, wire
-from loadtest.hostile.attack import Attack, Outcome, Target, post
+from loadtest.hostile.attack import Attack, Outcome, Target
 from loadtest.hostile.hostile import all_attacks
 from loadtest.hostile.report import Limits
+from loadtest.hostile.requests import post
 
 KINDS = (
     *("damaged HTTP", "damaged body", "headers", "identifier", "smuggling", "paths", "contents"),

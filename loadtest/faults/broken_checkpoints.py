@@ -150,15 +150,16 @@ def start(model: Path, *, is_pooler: bool = False) -> Start:
 
 
 def run_checkpoints(only: str) -> Section:
-    """Start a server with each damaged checkpoint whose title contains `only`.
+    """Start a server with each damaged checkpoint, and return the table of their error messages.
 
-    The section is broken if a server did not refuse its checkpoint.
+    Only the damages whose title contains `only` are tested. The section is marked as broken if a
+    server did not refuse its checkpoint.
     """
     # The language model gets each kind of damage, the embedding model only every fourth.
-    cases = [(f"language model: {damage}", "chat", damage) for damage in BREAKS]
-    cases += [(f"embedding model: {damage}", "embed", damage) for damage in list(BREAKS)[::4]]
+    cases = {f"language model: {damage}": ("chat", damage) for damage in BREAKS}
+    cases |= {f"embedding model: {damage}": ("embed", damage) for damage in list(BREAKS)[::4]}
     rows, is_broken = [], False
-    for title, demo, damage in cases:
+    for title, (demo, damage) in cases.items():
         if only not in title:
             continue
         with tempfile.TemporaryDirectory() as folder:

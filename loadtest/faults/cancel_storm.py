@@ -33,7 +33,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,18 +71,10 @@ class Storm:
         checks: the checks of the idle server.
     """
 
-    def __init__(
-        self,
-        served: Served,
-        load: Load,
-        rng: random.Random,
-        watch: Watch,
-        tell: Callable[[str], None] = print,
-    ) -> None:
+    def __init__(self, served: Served, load: Load, rng: random.Random, watch: Watch) -> None:
         self._load = load
         self._rng = rng
         self._watch = watch
-        self._tell = tell
         self._asker = make_asker(served)
         self._asks = [ask for group in load.groups for ask in group]
         self._expected = dict(load.known)
@@ -109,7 +100,7 @@ class Storm:
                 self.broken += await self.checks.check(f"after {num_done} requests")
                 self._check_failures()
                 rate = num_done / (time.monotonic() - started)
-                self._tell(f"{time.strftime('%H:%M:%S')} {self._progress(num_done, rate)}")
+                print(time.strftime("%H:%M:%S"), self._progress(num_done, rate), flush=True)
             await self._ask_alone("at the end")
         finally:
             await self._asker.close()
@@ -261,16 +252,12 @@ def _run(args: argparse.Namespace, load: Load, engine: str) -> Section:
     """Test one engine with the settings of the command line."""
     with serve(load) as served, Watch(served) as watch:
         print(f"{engine}: {args.requests} requests, {load.num_users} at a time", flush=True)
-        storm = Storm(served, load, random.Random(args.seed), watch, _print)
+        storm = Storm(served, load, random.Random(args.seed), watch)
         asyncio.run(storm.run(args.requests, args.rest))
         watch.look()
         storm.broken += stop(served)
     title = f"{engine} engine, {args.requests} requests, seed {args.seed}"
     return report(storm, watch, title, args.crashes)
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 def _load(engine: str, seed: int, folder: Path) -> Load:

@@ -49,7 +49,8 @@ def demo(rng: random.Random, variety: int, lengths: Sequence[int] = (40, 80, 160
         "NEREID_MAX_NUM_BATCHED_TOKENS": "64",
         "NEREID_KV_CACHE_MEMORY": "12MiB",
     }
-    return Load(environment, 24, list(_demo_groups(rng, variety, lengths)))
+    groups = list(_demo_groups(rng, variety, lengths))
+    return Load(environment, num_users=24, groups=groups)
 
 
 def _demo_groups(rng: random.Random, variety: int, lengths: Sequence[int]) -> Iterator[list[Ask]]:
@@ -91,7 +92,7 @@ def scripted(rng: random.Random, variety: int, folder: Path) -> Load:
         "NEREID_SCRIPT": str(path),
         "NEREID_MAX_NUM_SEQS": "16",
     }
-    return Load(environment, 48, groups, known)
+    return Load(environment, num_users=48, groups=groups, known=known)
 
 
 def _sentences(rng: random.Random, num_sentences: int) -> str:

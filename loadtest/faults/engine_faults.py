@@ -27,7 +27,7 @@ import psutil
 
 from loadtest import command_line
 from loadtest.client.ask import Ask, Json, generate_stream
-from loadtest.client.traffic import CHATS, Asker
+from loadtest.client.traffic import CHATS, COMPLETIONS, Asker
 from loadtest.faults.broken_checkpoints import run_checkpoints
 from loadtest.faults.fault_rows import HEAD, Fault, Row, Section, make_asker, measure
 from loadtest.faults.full_disks import run_disks
@@ -111,8 +111,8 @@ def _array_of_digits(num_items: int) -> Json:
 def generating(num_tokens: int) -> list[Ask]:
     """Return requests with answers of about `num_tokens` tokens, and one embedding request."""
     long = {"max_tokens": num_tokens, "ignore_eos": True}
-    # An item and its comma are about two tokens, and the array must end before the other answers.
-    schema = _array_of_digits(num_tokens * 3 // 7)
+    # An item and its comma are two tokens, so the array has about 6/7 of `num_tokens` tokens.
+    schema = _array_of_digits(num_items=num_tokens * 3 // 7)
     return [
         *(_chat("stream", f"What is {n} + 4?", stream=True, **long) for n in range(3)),
         _chat("whole answer", "Hello!", **long),
@@ -139,11 +139,12 @@ def _last_id(name: str) -> int:
 
 def faults() -> list[EngineFault]:
     """Return all failures of forward passes."""
-    rare, rare_embed = _last_id("chat"), _last_id("embed")
-    completion = _openai(
-        "completion with it", "/v1/completions", model="chat", prompt=[rare] * 3, max_tokens=5
-    )
-    vector = _openai("embedding with it", "/v1/embeddings", model="embed", input=[[rare_embed] * 2])
+    # Only the requests with these tokens get NaN.
+    token, embed_token = _last_id("chat"), _last_id("embed")
+    completion_fields = {"model": "chat", "prompt": [token] * 3, "max_tokens": 5}
+    completion = _openai("completion with the token", COMPLETIONS, **completion_fields)
+    embedding_fields = {"model": "embed", "input": [[embed_token] * 2]}
+    vector = _openai("embedding with the token", "/v1/embeddings", **embedding_fields)
     long_prompt = _chat("long prompt", "Hello! " * 400, max_tokens=4)
     hang_s = _HANG_TIMEOUT_S + _LATE_S
     hang = {"order": "hang 1", "limit_s": hang_s, "settled_s": hang_s}
@@ -153,13 +154,13 @@ def faults() -> list[EngineFault]:
         _engine("out of memory in 3 steps in a row", order="oom 3"),
         _engine("no page of memory left", victim=long_prompt),
         _engine("a CUDA error", order="cuda 1"),
-        _engine("a NaN in one request's logits", order=f"nan {rare}", victim=completion),
+        _engine("a NaN in one request's logits", order=f"nan {token}", victim=completion),
         _engine("an exception in a grammar's mask", order="mask 1"),
         _engine("an exception in a grammar's step", order="grammar 1"),
         _engine(hang_name, **hang),
         _worker("out of memory once", order="oom 1"),
         _worker("a CUDA error", order="cuda 1"),
-        _worker("a NaN in one vector", order=f"nan {rare_embed}", victim=vector),
+        _worker("a NaN in one vector", order=f"nan {embed_token}", victim=vector),
         _worker(hang_name, **hang),
     ]
 

@@ -74,9 +74,9 @@ class Result(NamedTuple):
 
 
 def run_disks(only: str) -> Section:
-    """Run the tests whose name contains `only`.
+    """Run the tests whose name contains `only`, and return the table of their results.
 
-    The section is broken if a server did not recover after a disk was full for a while.
+    The section is marked as broken if a server did not recover after a disk was full for a while.
     """
     rows, is_broken = [], False
     for name, test in _tests().items():

@@ -59,7 +59,7 @@ class IdleChecks:
         """
         broken = await self._wait_until_idle()
         await self._asker.hang_up()
-        broken += await self._wait_until_small()
+        broken += await self._measure_growth()
         self._remember_sizes()
         broken += self._shared_memory_faults()
         return [f"{when}: {description}" for description in broken]
@@ -78,8 +78,8 @@ class IdleChecks:
         zombies = await asyncio.to_thread(processes.zombies, self._served)
         return broken + [f"{name} is a zombie process" for name in zombies]
 
-    async def _wait_until_small(self) -> list[str]:
-        """Measure the processes until none has grown. After a limit, describe their growth.
+    async def _measure_growth(self) -> list[str]:
+        """Measure the processes repeatedly until none has grown. Describe the growth after a limit.
 
         The server needs a moment to notice that its clients have closed their connections.
         """
@@ -94,6 +94,7 @@ class IdleChecks:
     def _growth(self, role: str) -> Iterator[str]:
         """Yield descriptions of too many open files, and of too much memory, of one process."""
         size, first = self.last[role], self.first.get(role)
+        # A restarted process is compared with the first process of its role.
         before = first if _is_same_process(first, size) else self._first_of_role.get(role)
         if before is not None and size.num_fds > before.num_fds + _MAX_MORE_FDS:
             more = _more(size.descriptors, before.descriptors)

@@ -166,7 +166,7 @@ class Soak:
                     return
                 await self._round(min(every_s, left_s), fault)
                 await self._check(f"after {fault.name}" if fault else "after traffic")
-                print(f"{time.strftime('%H:%M:%S')} {self._progress(fault)}", flush=True)
+                print(time.strftime("%H:%M:%S"), self._progress(fault), flush=True)
         finally:
             await self._asker.close()
 

@@ -24,7 +24,7 @@ def patient(monkeypatch):
 
 def run_storm(load):
     with serve(load) as served, Watch(served, every_s=1.0) as watch:
-        storm = Storm(served, load, random.Random(SEED), watch, tell=lambda line: None)
+        storm = Storm(served, load, random.Random(SEED), watch)
         asyncio.run(storm.run(NUM_REQUESTS, NUM_REQUESTS // 2))
         watch.look()
     return storm, watch

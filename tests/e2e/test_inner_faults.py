@@ -31,7 +31,7 @@ Another fault in `EXPECTED` also replaces the same process, and test_engine_faul
 server detects these faults.
 """
 ALONE = {
-    "engine: a NaN in one request's logits": "completion with it",
+    "engine: a NaN in one request's logits": "completion with the token",
     "engine: an exception in a grammar's step": "structured stream",
 }
 """Name of a fault -> the kind of the only request that may fail because of the fault."""

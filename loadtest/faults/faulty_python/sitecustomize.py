@@ -69,9 +69,10 @@ def _next_failure(folder: Path, kinds: Container[str]) -> _Failure | None:
         if kind not in kinds:
             return None
         number = int(text)
-        if kind != "nan" and number > 1:
+        is_counted = kind != "nan"
+        if is_counted and number > 1:
             path.write_text(f"{kind} {number - 1}")
-        elif kind != "nan":
+        elif is_counted:
             path.unlink()
     return _Failure(kind, number)
 

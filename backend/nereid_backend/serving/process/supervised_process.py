@@ -31,7 +31,8 @@ class SupervisedProcess:
         is_running: whether the process accepts requests. Any thread may read this attribute.
         has_given_up: whether the process is no longer restarted, because the allowed number of
             restarts has failed.
-        error: the reason of the last death; None before the first death.
+        error: the reason of the last death; None before the first death. If the process is no
+            longer restarted, also the reason why the last attempt to restart it has failed.
         num_attempts: the number of attempts to restart the process since it last worked. The Triton
             model sets this number to 0 when the process works again.
         num_restarts: the number of successful restarts.
@@ -55,6 +56,8 @@ class SupervisedProcess:
         self.has_given_up = False
         # During a restart, the thread that starts a new process; otherwise None.
         self._restart_thread: threading.Thread | None = None
+        # The reason why the last attempt to restart the process has failed; None if none has.
+        self._start_error: EngineError | None = None
         # The new process from its start until the call of `finish_restart`; otherwise None.
         self._replacement: ChildProcess | None = None
         # This event is set when the server shuts down, so that the thread ends early.
@@ -84,6 +87,7 @@ class SupervisedProcess:
         """
         self.is_running = False
         self.error = error
+        self._start_error = None
         log.error("%s%s", self._log_prefix, error)
         self._restart_thread = threading.Thread(target=self._replace, name="restart")
         self._restart_thread.start()
@@ -102,6 +106,10 @@ class SupervisedProcess:
         self._restart_thread = None
         if self._replacement is None:
             self.has_given_up = True
+            if self._start_error is not None:
+                self.error = EngineError(
+                    f"{self.error} (The last restart failed: {self._start_error})"
+                )
             return
         self.child = self._replacement
         self._replacement = None
@@ -118,17 +126,17 @@ class SupervisedProcess:
         """Start a new process. If this fails, try again, up to `max_restarts` attempts in total.
 
         The limit applies to all attempts since the process last worked, even if they belong to
-        several deaths. This method runs in the restart thread. `error`, the reason of the death,
-        does not change.
+        several deaths. This method runs in the restart thread.
 
-        Mutates: `_replacement` is the new process. Each attempt increases `num_attempts`.
+        Mutates: `_replacement` is the new process. Each attempt increases `num_attempts`. A failed
+            attempt sets `_start_error`.
         """
         limit = self._program.max_restarts.value
         while self.num_attempts < limit and not self._stopping.is_set():
             self.num_attempts += 1
             progress(
                 f"restarting the {self._program.title} (attempt {self.num_attempts} of {limit}), "
-                f"because {self.error}"
+                f"because {self._start_error or self.error}"
             )
             self._replacement = self._start_replacement()  # None if the attempt has failed.
             if self._replacement is not None:
@@ -137,7 +145,7 @@ class SupervisedProcess:
     def _start_replacement(self) -> ChildProcess | None:
         """Stop the old process, start a new process, and return the new process.
 
-        If the start fails, log the reason and return None.
+        If the start fails, log and store the reason, and return None.
         """
         try:
             self.child.stop()
@@ -145,14 +153,15 @@ class SupervisedProcess:
         except _StoppedError:
             pass  # The server is shutting down, so this failure needs no message.
         except NereidError as failure:  # The new process has failed, for example while loading.
-            self._log_failed_attempt(failure)
+            self._record_failed_attempt(failure)
         except OSError as failure:  # too little memory, or too many processes
-            self._log_failed_attempt(failure)
+            self._record_failed_attempt(failure)
             self._stopping.wait(_RETRY_AFTER_S)
         return None
 
-    def _log_failed_attempt(self, failure: Exception) -> None:
-        """Log that an attempt to restart the process has failed."""
+    def _record_failed_attempt(self, failure: Exception) -> None:
+        """Log that an attempt to restart the process has failed, and store the reason."""
+        self._start_error = EngineError(str(failure))
         log.error(
             "%sthe %s could not be restarted: %s", self._log_prefix, self._program.title, failure
         )

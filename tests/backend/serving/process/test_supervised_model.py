@@ -161,11 +161,11 @@ def test_a_child_that_cannot_be_restarted_is_given_up_with_the_reason(start, tmp
     (tmp_path / "flag").touch()
     ask(model, "exit", 1).wait()
     wait_until(lambda: "dead" in model.outage)
-    assert "[UNAVAILABLE] the echo is dead: the worker process ended (exit code 1)" in (
-        ask(model, "echo", "ID", "x").wait().error
-    )
+    refusal = ask(model, "echo", "ID", "x").wait().error
+    assert "[UNAVAILABLE] the echo is dead: the worker process ended (exit code 1)" in refusal
+    assert "(The last restart failed: the script cannot be loaded)" in refusal
     output = capsys.readouterr().out
-    assert "(attempt 2 of 2)" in output
+    assert "(attempt 2 of 2), because the script cannot be loaded" in output
     # When `nereid serve` reads this line, it restarts the server.
     assert "nereid: error: echo: the echo is dead" in output
 

@@ -9,6 +9,7 @@ import logging
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled
+from nereid_backend.errors import RequestError
 from nereid_backend.sampling.draft_verification import Position, Sampling
 from nereid_backend.sampling.sampler import NOT_FINITE, SampledTokens
 from nereid_backend.sampling.token_masks import StepMasks, guide_of
@@ -106,6 +107,8 @@ def _accept_or_return_error(
     """
     try:
         return _accept(sequence, drafts, sampled_tokens, first)
+    except RequestError as error:
+        return Sampled(token_ids=[], logprobs=[], error=str(error), is_refused=True)
     except Exception as error:
         # A grammar library can raise any exception. The exception ends only this sequence.
         logger.exception("The grammar of request %s failed.", sequence.request_id)

@@ -21,7 +21,7 @@ import numpy as np
 
 from nereid_backend.core.grammar import Guide
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.errors import EngineError
+from nereid_backend.errors import EngineError, RequestError
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, mask_width
 from nereid_backend.sampling.draft_verification import Position
 
@@ -286,7 +286,8 @@ def _try_accept(guide: MaskingGuide, token: int, sequence: Sequence) -> bool:
         return False
     try:
         guide.accept([token])
-    except EngineError:
+    except (EngineError, RequestError):
+        # If the grammar is too slow, `read_sampled` gets the RequestError for the sampled token.
         return False
     return True
 

@@ -12,7 +12,7 @@ from fakes.hashed_path import HashedPath
 from nereid_backend import SamplingParams
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.grammar import Guides
+from nereid_backend.grammar import Guides, xgrammar_backend
 from nereid_backend.step_runner import Runner
 from tokenizers import Tokenizer
 
@@ -82,7 +82,7 @@ def answer(runner, sequences, rng=None, expected=None, limit=400):
                 guesses = list(expected[sequences.index(sequence)][done : done + rng.randrange(4)])
                 if guesses and rng.random() < 0.4:
                     guesses[-1] = rng.randrange(VOCAB)
-            chunks.append(chunk_of(sequence, guesses=guesses))
+            chunks.append(chunk_of(sequence, drafts=guesses))
         for sampled in run(runner, *chunks).sampled:
             assert sampled.error is None, sampled.error
     raise AssertionError("an answer does not end")
@@ -111,7 +111,7 @@ def test_draft_tokens_do_not_replace_forced_tokens(guides):
     def answer_of(guesses=(), **params):
         sequence = make_sequence(guides, spec, temperature=0.0, **params)
         runner = Runner(HashedPath(VOCAB))
-        run(runner, chunk_of(sequence, guesses=guesses))
+        run(runner, chunk_of(sequence, drafts=guesses))
         answer(runner, [sequence])
         return output_of(sequence)
 
@@ -131,3 +131,20 @@ def test_forced_tokens_need_few_steps(guides, decode):
         steps += 1
     assert re.fullmatch(REGEX, decode(output_of(sequence)[:-1]))
     assert steps < len(output_of(sequence)) / 2
+
+
+@pytest.mark.parametrize("drafts", [(), (300, 301)])
+def test_a_grammar_whose_tokens_become_slow_ends_its_request(guides, monkeypatch, drafts):
+    monkeypatch.setattr(xgrammar_backend, "_SLOW_TOKEN_S", 0.001)
+    monkeypatch.setattr(xgrammar_backend, "_MAX_SLOW_S", 0.05)
+    # The trial tests only the first tokens, and the ambiguous rule begins later.
+    source = f'root ::= {"[q] " * 40} many "!"\nmany ::= many many many | [a-z] | ""'
+    sequence = make_sequence(guides, GrammarSpec("ebnf", source), temperature=0.0)
+    runner = Runner(HashedPath(VOCAB))
+    for _ in range(400):
+        (sampled,) = run(runner, chunk_of(sequence, drafts=drafts)).sampled
+        if sampled.error is not None:
+            break
+    assert sampled.is_refused
+    assert sampled.error.startswith("grammar: checking the tokens of the answer takes too long")
+    assert sequence.token_ids[-1] != EOS

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 Json = dict[str, Any]
 Endpoint = Literal["openai", "triton", "grpc"]
+_STREAMING_FIELDS = {"stream", "stream_options"}
 
 
 @dataclass(frozen=True)
@@ -13,9 +14,10 @@ class Ask:
     """One request, and the behaviour of the client that sends it.
 
     Attributes:
-        endpoint: the endpoint: the OpenAI API, or the HTTP or gRPC endpoint of the Triton server.
+        endpoint: the OpenAI API, or the HTTP or gRPC endpoint of the Triton server.
         path: the path of the URL. For gRPC, the name of the model.
-        body: the JSON body. For gRPC, the text inputs by name. A string is sent unchanged.
+        body: the JSON body as a dictionary, or a string that is sent unchanged. For gRPC, the text
+            inputs by name.
         expected: the expected answer if it consists of numbered tokens; None if the answer is not
             known.
         refused_with: the HTTP status with which the server must reject the request, or None.
@@ -47,11 +49,11 @@ class Ask:
     def key(self) -> str:
         """A text that is equal for two requests that must have the same answer.
 
-        The key of a request is the same with and without streaming.
+        The fields for streaming are left out, because they do not change the answer.
         """
         body = self.body
         if isinstance(body, dict):
-            body = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
+            body = {name: body[name] for name in body.keys() - _STREAMING_FIELDS}
         return f"{self.endpoint} {self.path} {json.dumps(body, sort_keys=True)}"
 
     def with_fields(self, fields: Json) -> "Ask":

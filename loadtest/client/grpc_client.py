@@ -8,7 +8,7 @@ import json
 import queue
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
@@ -70,10 +70,10 @@ class GrpcEndpoint:
             self._idle.pop().close()
 
     def _read(self, client: InferenceServerClient, ask: Ask, reply: Reply) -> None:
+        """Send a request, and add its responses to `reply` until the reply has an end."""
         assert isinstance(ask.body, dict)
-        ends = reply.started + (ask.cancel_after_s or self._limit_s)
-        answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        client.start_stream(callback=_into(answers, ask.pause_s))
+        responses: queue.Queue[_Response] = queue.Queue()
+        client.start_stream(callback=_queue_responses(responses, ask.pause_s))
         client.async_stream_infer(
             ask.path,
             _inputs(ask.body),
@@ -82,55 +82,73 @@ class GrpcEndpoint:
         )
         num_responses = 0
         while reply.end == "running":
-            if ask.cancel_after_s is not None and reply.finish_reasons:
-                ends = reply.started + ask.cancel_after_s + _END_TIMEOUT_S
+            left_s = self._deadline(ask, reply) - time.monotonic()
             try:
-                result, error = answers.get(timeout=max(0.0, ends - time.monotonic()))
+                response = responses.get(timeout=max(0.0, left_s))
             except queue.Empty:
                 reply.end = "hung" if ask.cancel_after_s is None else "cancelled"
                 return
-            _take(result, error, reply)
+            _add_response(response, reply)
             num_responses += 1
             if num_responses == ask.cancel_after_events and not reply.finish_reasons:
                 reply.end = "cancelled"
 
+    def _deadline(self, ask: Ask, reply: Reply) -> float:
+        """Return the time at which the client cancels the request, or stops waiting for its end."""
+        deadline = reply.started + (ask.cancel_after_s or self._limit_s)
+        must_not_cancel = ask.cancel_after_s is not None and reply.finish_reasons
+        return deadline + _END_TIMEOUT_S if must_not_cancel else deadline
 
-def _into(answers: queue.Queue[tuple[Any, Any]], pause_s: float) -> Callable[..., None]:
-    def take(result: object, error: object) -> None:
+
+class _Response(NamedTuple):
+    """A result or an error, as tritonclient passes them to its callback."""
+
+    result: Any
+    error: Any
+
+
+def _queue_responses(responses: "queue.Queue[_Response]", pause_s: float) -> Callable[..., None]:
+    """Return a callback that waits `pause_s` seconds and then puts a response into the queue."""
+
+    def put(result: object, error: object) -> None:
         if pause_s:
             time.sleep(pause_s)  # nothing is read from the connection during the pause
-        answers.put((result, error))
+        responses.put(_Response(result, error))
 
-    return take
-
-
-def _inputs(values: dict[str, str]) -> list[InferInput]:
-    made = [_tensor("stream", "BOOL", True)]
-    return made + [_tensor(name, "BYTES", value.encode()) for name, value in values.items()]
+    return put
 
 
-def _tensor(name: str, datatype: str, value: object) -> InferInput:
-    made = InferInput(name, [1], datatype)
-    made.set_data_from_numpy(np.array([value], np.bool_ if datatype == "BOOL" else np.object_))
-    return made
+def _inputs(texts: dict[str, str]) -> list[InferInput]:
+    """Return the input tensors of a streamed request: its text inputs, and the flag `stream`."""
+    stream = InferInput("stream", [1], "BOOL")
+    stream.set_data_from_numpy(np.array([True]))
+    inputs = [stream]
+    for name, text in texts.items():
+        tensor = InferInput(name, [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([text.encode()], np.object_))
+        inputs.append(tensor)
+    return inputs
 
 
-def _take(result: Any, error: Any, reply: Reply) -> None:  # noqa: ANN401 - tritonclient has no types
+def _add_response(response: _Response, reply: Reply) -> None:
+    """Add a response of the ensemble to the reply."""
+    result, error = response
     if error is not None:
         reply.error = str(error)[:300]
-        known = (status for name, status in _STATUS_OF.items() if f"[{name}]" in reply.error)
-        reply.status = next(known, 500)
+        reply.status = _status_of(reply.error)
         # An error with a gRPC status ended the whole call, so the connection or the server failed.
         reply.end = "whole" if error.status() is None else "broken"
         return
     reply.status = 200
     deltas = result.as_numpy("delta")
-    for raw in deltas if deltas is not None else ():
-        delta = json.loads(raw)
-        reply.say_delta(delta)
-        if "finish_reason" in delta:
-            reply.finish_reasons.append(delta["finish_reason"])
-        if "usage" in delta:
-            reply.num_tokens = delta["usage"]["completion_tokens"]
+    for text in deltas if deltas is not None else ():
+        delta = json.loads(text)
+        reply.add_delta(delta)
+        reply.add_ending(delta)
     if result.get_response().parameters["triton_final_response"].bool_param:
         reply.end = "whole"
+
+
+def _status_of(message: str) -> int:
+    """Return the HTTP status for an error message. Example: "[NOT_FOUND] no model" gives 404."""
+    return next((status for code, status in _STATUS_OF.items() if f"[{code}]" in message), 500)

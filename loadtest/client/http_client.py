@@ -10,13 +10,10 @@ import socket
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import Any
 from urllib.parse import urlsplit
 
-from loadtest.client.ask import Ask
+from loadtest.client.ask import Ask, Json
 from loadtest.client.reply import Reply
-
-Json = dict[str, Any]
 
 # The receive buffer of a slow reader is small, so that the server's writes block soon.
 _SLOW_BUFFER_BYTES = 4096
@@ -39,56 +36,57 @@ class HttpEndpoint:
     def send(self, ask: Ask) -> Reply:
         """Send a request, and read the reply until its end or until the client cancels it."""
         reply = Reply()
-        wire = _Wire(self._host, self._port, reply.started, ask, self._limit_s)
+        seconds = min(ask.cancel_after_s or self._limit_s, self._limit_s)
+        connection = _Connection(self._host, self._port, ask, deadline=reply.started + seconds)
         try:
-            _read(ask, reply, wire)
+            _read(ask, reply, connection)
         except TimeoutError:
             reply.end = "hung" if ask.cancel_after_s is None else "cancelled"
         except (OSError, HTTPException, ValueError) as error:
             reply.end = "broken"
             reply.error = reply.error or f"{type(error).__name__}: {error}"
         finally:
-            wire.close()
+            connection.close()
             reply.ended = time.monotonic()
         return reply
 
 
-class _Wire:
-    """A connection for one request. TimeoutError means that the client must cancel the request."""
+class _Connection:
+    """The connection for one request. Its methods raise TimeoutError after the deadline."""
 
-    def __init__(self, host: str, port: int, started: float, ask: Ask, limit_s: float) -> None:
-        self._ends = started + min(ask.cancel_after_s or limit_s, limit_s)
-        self._pause_s = ask.pause_s
+    def __init__(self, host: str, port: int, ask: Ask, deadline: float) -> None:
         self._connection = HTTPConnection(host, port)
         self._ask = ask
+        self._deadline = deadline
         self._socket: socket.socket | None = None
 
     def post(self) -> HTTPResponse:
-        connection = self._connection
+        """Send the request, and return the response when its headers have arrived."""
+        connection, ask = self._connection, self._ask
         connection.timeout = self._left_s()
         connection.connect()
         self._socket = connection.sock
-        if self._pause_s:
+        if ask.pause_s:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SLOW_BUFFER_BYTES)
-        body = self._ask.body if isinstance(self._ask.body, str) else json.dumps(self._ask.body)
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", self._ask.path, body.encode(), headers)
+        body = ask.body if isinstance(ask.body, str) else json.dumps(ask.body)
+        connection.request("POST", ask.path, body.encode(), {"Content-Type": "application/json"})
         self._set_timeout()
         return connection.getresponse()
 
     def blocks(self, response: HTTPResponse) -> Iterator[bytes]:
         """Yield the blocks of the body as they arrive."""
-        size = _SLOW_BUFFER_BYTES // 4 if self._pause_s else _READ_BYTES
+        block_bytes = _SLOW_BUFFER_BYTES // 4 if self._ask.pause_s else _READ_BYTES
         while True:
             self._set_timeout()
-            block = response.read1(size)
+            block = response.read1(block_bytes)
             if not block:
                 return
             yield block
-            if self._pause_s:
-                time.sleep(self._pause_s)
+            if self._ask.pause_s:
+                time.sleep(self._ask.pause_s)
 
     def close(self) -> None:
+        """Close the connection, which cancels a request that still runs."""
         self._connection.close()
 
     def _set_timeout(self) -> None:
@@ -96,37 +94,45 @@ class _Wire:
         self._socket.settimeout(self._left_s())
 
     def _left_s(self) -> float:
-        left_s = self._ends - time.monotonic()
+        """Return the seconds until the deadline."""
+        left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         return left_s
 
 
-def _read(ask: Ask, reply: Reply, wire: _Wire) -> None:
-    response = wire.post()
+def _read(ask: Ask, reply: Reply, connection: _Connection) -> None:
+    """Send a request, and add the response to `reply`."""
+    response = connection.post()
     reply.status = response.status
-    if response.status != 200 or not ask.is_stream:
-        body = b"".join(wire.blocks(response))
-        if response.status == 200:
-            _take_whole(json.loads(body), reply)
-        else:
-            reply.error = _message(body.decode(errors="replace"))
-        reply.end = "whole"
+    blocks = connection.blocks(response)
+    if response.status == 200 and ask.is_stream:
+        _read_stream(ask, reply, blocks)
         return
+    body = b"".join(blocks)
+    if response.status == 200:
+        _add_whole(json.loads(body), reply)
+    else:
+        reply.error = _message(body.decode(errors="replace"))
+    reply.end = "whole"
+
+
+def _read_stream(ask: Ask, reply: Reply, blocks: Iterator[bytes]) -> None:
+    """Add the events of a stream to `reply` until the stream ends or the client cancels it."""
     # A stream of the OpenAI API must end with [DONE] or an error. A generate_stream has no such
     # event, but http.client raises an error if its body is incomplete.
     has_ended = ask.endpoint == "triton"
-    for count, event in enumerate(_events(wire.blocks(response)), start=1):
+    for num_events, event in enumerate(_events(blocks), start=1):
         if event is None:
             has_ended = True
         elif "error" in event:
             reply.error = _message(json.dumps(event))
             has_ended = True
         elif ask.endpoint == "triton":
-            _take_delta(event, reply)
+            _add_generated(event, reply)
         else:
-            _take_chunk(event, reply)
-        if count == ask.cancel_after_events and not reply.finish_reasons:
+            _add_chunk(event, reply)
+        if num_events == ask.cancel_after_events and not reply.finish_reasons:
             reply.end = "cancelled"
             return
     reply.end = "whole" if has_ended else "broken"
@@ -155,36 +161,31 @@ def _events(blocks: Iterator[bytes]) -> Iterator[Json | None]:
                 yield None if data == b"[DONE]" else json.loads(data)
 
 
-def _take_chunk(chunk: Json, reply: Reply) -> None:
+def _add_chunk(chunk: Json, reply: Reply) -> None:
     """Add a chunk of a chat completion or a text completion to the reply."""
-    reply.ids.update([chunk["id"]] if "id" in chunk else [])
+    if "id" in chunk:
+        reply.ids.add(chunk["id"])
     for choice in chunk["choices"]:
-        reply.say_delta(choice.get("delta", choice), choice.get("index", 0))
-        if choice.get("finish_reason"):
-            reply.finish_reasons.append(choice["finish_reason"])
-    if chunk.get("usage"):
-        reply.num_tokens = chunk["usage"]["completion_tokens"]
+        reply.add_delta(choice.get("delta", choice), choice.get("index", 0))
+        reply.add_ending(choice)
+    reply.add_ending(chunk)
 
 
-def _take_delta(response: Json, reply: Reply) -> None:
+def _add_generated(response: Json, reply: Reply) -> None:
     """Add a response of `generate_stream` to the reply (see docs/reference/tensors.md)."""
-    reply.say(response["text_output"])
-    delta = json.loads(response["delta"])
-    if "finish_reason" in delta:
-        reply.finish_reasons.append(delta["finish_reason"])
-    if "usage" in delta:
-        reply.num_tokens = delta["usage"]["completion_tokens"]
+    reply.add_text(response["text_output"])
+    reply.add_ending(json.loads(response["delta"]))
 
 
-def _take_whole(answer: Json, reply: Reply) -> None:
-    """Add an answer that is not streamed to the reply."""
+def _add_whole(answer: Json, reply: Reply) -> None:
+    """Add an answer that is not streamed: embeddings, scores of documents, or a completion."""
     if "data" in answer:
-        reply.numbers = [number for row in answer["data"] for number in row["embedding"]]
+        reply.numbers = [number for item in answer["data"] for number in item["embedding"]]
     elif "results" in answer:
-        rows = sorted(answer["results"], key=lambda row: row["index"])
-        reply.numbers = [row["relevance_score"] for row in rows]
+        results = sorted(answer["results"], key=lambda result: result["index"])
+        reply.numbers = [result["relevance_score"] for result in results]
     else:
         for choice in answer["choices"]:
-            reply.say_delta(choice.get("message", choice), choice.get("index", 0))
-            reply.finish_reasons.append(choice["finish_reason"])
-        reply.num_tokens = answer["usage"]["completion_tokens"]
+            reply.add_delta(choice.get("message", choice), choice.get("index", 0))
+            reply.add_ending(choice)
+        reply.add_ending(answer)

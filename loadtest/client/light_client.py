@@ -30,10 +30,10 @@ class Answer:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a stream except [DONE]."""
-        # Other lines contain the sizes of HTTP chunks. They are ignored.
+        # The other lines are ignored. They contain the sizes of HTTP chunks.
         async for line in self._reader:
             if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 @asynccontextmanager
@@ -47,7 +47,8 @@ async def posted(port: int, path: str, body: Mapping[str, object]) -> AsyncItera
     )
     writer.write(head.encode() + content)
     try:
-        status = int((await reader.readline()).split()[1])
+        status_line = await reader.readline()  # such as b"HTTP/1.1 200 OK"
+        status = int(status_line.split()[1])
         headers = {}
         while line := (await reader.readline()).strip():
             name, _, value = line.decode().partition(":")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 End = Literal["running", "whole", "cancelled", "broken", "hung"]
+# Embeddings may differ by float32 rounding, because other texts are computed in the same batch.
+TOLERANCE = 1e-3
 
 
 @dataclass
@@ -49,6 +51,11 @@ class Reply:
         return "".join(self.pieces)
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the server rejected the request because it had too much work."""
+        return self.status in (429, 503)
+
+    @property
     def answer(self) -> str:
         """The answer as JSON: the numbers, or the text of each channel.
 
@@ -56,32 +63,39 @@ class Reply:
         """
         return json.dumps(self.channels if self.numbers is None else self.numbers, sort_keys=True)
 
-    def say_delta(self, delta: dict[str, Any], choice: int = 0) -> None:
+    def add_delta(self, delta: dict[str, Any], choice: int = 0) -> None:
         """Add the text of a delta from a chat, from a text completion, or from the ensemble.
 
         Args:
             delta: the delta, or the whole message of an answer that is not streamed.
             choice: the index of the choice to which the delta belongs.
         """
-        now = len(self.pieces)
+        num_before = len(self.pieces)
         prefix = f"choice {choice} " if choice else ""
-        self.say(delta.get("reasoning") or "", f"{prefix}reasoning")
-        self.say(delta.get("content") or delta.get("text") or "", f"{prefix}content")
+        self.add_text(delta.get("reasoning") or "", f"{prefix}reasoning")
+        self.add_text(delta.get("content") or delta.get("text") or "", f"{prefix}content")
         for number, call in enumerate(delta.get("tool_calls") or ()):
             function = call.get("function", call)
             text = (function.get("name") or "") + (function.get("arguments") or "")
-            self.say(text, f"{prefix}call {call.get('index', number)}")
-        self._join(now)
+            self.add_text(text, f"{prefix}call {call.get('index', number)}")
+        if len(self.pieces) > num_before + 1:  # all texts of a delta arrived in one chunk
+            self.pieces[num_before:] = ["".join(self.pieces[num_before:])]
+            del self.times[num_before + 1 :]
 
-    def _join(self, first: int) -> None:
-        """Join the texts of one response into one chunk. `first` is the index of its first text."""
-        if len(self.pieces) > first + 1:
-            self.pieces[first:] = ["".join(self.pieces[first:])]
-            del self.times[first + 1 :]
-
-    def say(self, piece: str, channel: str = "content") -> None:
+    def add_text(self, text: str, channel: str = "content") -> None:
         """Add a text that arrived now. An empty text, such as a heartbeat or a role, is ignored."""
-        if piece:
-            self.pieces.append(piece)
-            self.channels[channel] = self.channels.get(channel, "") + piece
+        if text:
+            self.pieces.append(text)
+            self.channels[channel] = self.channels.get(channel, "") + text
             self.times.append(time.monotonic())
+
+    def add_ending(self, fields: dict[str, Any]) -> None:
+        """Store the finish reason and the number of tokens if `fields` contain them.
+
+        Args:
+            fields: a chunk or a choice of the OpenAI API, or a delta of the ensemble.
+        """
+        if reason := fields.get("finish_reason"):
+            self.finish_reasons.append(reason)
+        if usage := fields.get("usage"):
+            self.num_tokens = usage["completion_tokens"]

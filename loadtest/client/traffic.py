@@ -8,7 +8,7 @@ at the same time.
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from loadtest.client.ask import Ask, Json, generate_stream
 from loadtest.client.grpc_client import GrpcEndpoint
 from loadtest.client.http_client import HttpEndpoint
-from loadtest.client.reply import Reply
+from loadtest.client.reply import TOLERANCE, Reply
 
 Kind = Literal["ok", "cancelled", "refused", "failed", "lost", "wrong", "hung"]
 
@@ -53,9 +53,7 @@ QUESTIONS = (
     "What is 3 + 4?",
     "Say the days of the week.",
 )
-# Embeddings may differ by float32 rounding, because other texts are computed in the same batch.
-_TOLERANCE = 1e-3
-_MAX_REQUESTS = 64  # the largest number of requests at a time
+_MAX_RUNNING_REQUESTS = 64
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,12 @@ class Asker:
         self, openai_url: str, triton_url: str, grpc_url: str = "", limit_s: float = 60.0
     ) -> None:
         self._grpc = GrpcEndpoint(grpc_url, limit_s)
-        self._endpoints = {
-            "openai": HttpEndpoint(openai_url, limit_s),
-            "triton": HttpEndpoint(triton_url, limit_s),
-            "grpc": self._grpc,
+        self._senders: dict[str, Callable[[Ask], Reply]] = {
+            "openai": HttpEndpoint(openai_url, limit_s).send,
+            "triton": HttpEndpoint(triton_url, limit_s).send,
+            "grpc": self._grpc.send,
         }
-        self._threads = ThreadPoolExecutor(_MAX_REQUESTS)
+        self._threads = ThreadPoolExecutor(_MAX_RUNNING_REQUESTS)
 
     async def hang_up(self) -> None:
         """Close the idle connections, because each of them is a file descriptor of the server."""
@@ -113,19 +111,19 @@ class Asker:
             ask: the request.
             expected: the correct answer in the form of `Reply.answer`, or None to accept any.
         """
-        send = self._endpoints[ask.endpoint].send
+        send = self._senders[ask.endpoint]
         reply = await asyncio.get_running_loop().run_in_executor(self._threads, send, ask)
         return _outcome(ask, reply, expected)
 
 
 def _outcome(ask: Ask, reply: Reply, expected: str | None) -> Outcome:
-    """Classify a reply."""
-    if reply.end == "cancelled" or reply.end == "hung":
+    """Return the outcome of a request by its reply and the correct answer, if that is known."""
+    if reply.end in ("cancelled", "hung"):
         return Outcome(ask, reply, reply.end)
     if reply.end == "broken":
         return Outcome(ask, reply, "lost", reply.error)
     if reply.error or reply.status != 200:
-        kind: Kind = "refused" if reply.status in (429, 503) else "failed"
+        kind: Kind = "refused" if reply.is_refused else "failed"
         return Outcome(ask, reply, kind, f"{reply.status} {reply.error}")
     if reply.numbers is None and not reply.finish_reasons:
         return Outcome(ask, reply, "failed", "the stream ended without a finish reason")
@@ -140,7 +138,7 @@ def _is_same(answer: Any, expected: Any) -> bool:  # noqa: ANN401 - text channel
     if not isinstance(answer, list):
         return bool(answer == expected)
     return len(answer) == len(expected) and all(
-        abs(a - b) < _TOLERANCE for a, b in zip(answer, expected, strict=True)
+        abs(a - b) < TOLERANCE for a, b in zip(answer, expected, strict=True)
     )
 
 
@@ -152,28 +150,31 @@ def asks(rng: random.Random, model: str, pooling_models: Mapping[str, str]) -> l
         model: the name of the language model.
         pooling_models: the names of the models for the kinds "embedding" and "rerank".
     """
-    made = []
-    for question in QUESTIONS:
-        messages = [{"role": "user", "content": question}]
-        body: Json = {"model": model, "messages": messages, "temperature": 0, "stream": True}
-        long = {"max_tokens": rng.choice((40, 80, 160)), "ignore_eos": True}
-        made.append(_openai("chat", CHATS, body | long))
-        made.append(_openai("whole chat", CHATS, body | {"stream": False}))
-        plain = {"model": model, "prompt": question, "temperature": 0, "max_tokens": 32}
-        made.append(_openai("completion", COMPLETIONS, plain | {"stream": True}))
-        made.append(_openai("structured", CHATS, body | structured() | {"max_tokens": 80}))
-        tools = {"tools": [WEATHER_TOOL], "tool_choice": "required", "max_tokens": 80}
-        made.append(_openai("tools", CHATS, body | tools))
-        fields = {"temperature": 0, "max_tokens": rng.choice((20, 60)), "ignore_eos": True}
-        made.append(generate_stream(question, fields))
-        if "embedding" in pooling_models:
-            texts = {"model": pooling_models["embedding"], "input": [question, question[::-1]]}
-            made.append(_openai("embedding", "/v1/embeddings", texts))
-        if "rerank" in pooling_models:
-            query = {"query": question, "documents": list(QUESTIONS[:3])}
-            model_and_query = {"model": pooling_models["rerank"], **query}
-            made.append(_openai("rerank", "/v1/rerank", model_and_query))
-    return made
+    return [ask for question in QUESTIONS for ask in _asks(question, rng, model, pooling_models)]
+
+
+def _asks(
+    question: str, rng: random.Random, model: str, pooling_models: Mapping[str, str]
+) -> Iterator[Ask]:
+    """Yield requests of all kinds about one question; see `asks`."""
+    messages = [{"role": "user", "content": question}]
+    chat: Json = {"model": model, "messages": messages, "temperature": 0, "stream": True}
+    long_answer = {"max_tokens": rng.choice((40, 80, 160)), "ignore_eos": True}
+    yield _openai("chat", CHATS, chat | long_answer)
+    yield _openai("whole chat", CHATS, chat | {"stream": False})
+    completion = {"model": model, "prompt": question, "temperature": 0, "max_tokens": 32}
+    yield _openai("completion", COMPLETIONS, completion | {"stream": True})
+    yield _openai("structured", CHATS, chat | structured() | {"max_tokens": 80})
+    tools = {"tools": [WEATHER_TOOL], "tool_choice": "required", "max_tokens": 80}
+    yield _openai("tools", CHATS, chat | tools)
+    fields = {"temperature": 0, "max_tokens": rng.choice((20, 60)), "ignore_eos": True}
+    yield generate_stream(question, fields)
+    if embedding_model := pooling_models.get("embedding"):
+        texts = [question, question[::-1]]
+        yield _openai("embedding", "/v1/embeddings", {"model": embedding_model, "input": texts})
+    if rerank_model := pooling_models.get("rerank"):
+        ranking = {"query": question, "documents": list(QUESTIONS[:3])}
+        yield _openai("rerank", "/v1/rerank", {"model": rerank_model} | ranking)
 
 
 def structured() -> Json:

@@ -21,7 +21,7 @@ def reply(texts, *, end="whole", finish="length", **fields):
     fields.setdefault("num_tokens", None)
     made = Reply(status=200, finish_reasons=[finish] if finish else [], end=end, **fields)
     for text in texts:
-        made.say(text)
+        made.add_text(text)
     return made
 
 
@@ -193,8 +193,8 @@ def test_between_reasoning_and_content_there_is_no_order():
     for order in (("reasoning", "content", "reasoning"), ("reasoning", "reasoning", "content")):
         said = reply([])
         for channel in order:
-            said.say({"reasoning": "hm ", "content": "Hello!"}[channel], channel)
+            said.add_text({"reasoning": "hm ", "content": "Hello!"}[channel], channel)
         assert judge.faults(PLAIN, said) == []
     other = reply([])
-    other.say("hm hm Hello!", "reasoning")
+    other.add_text("hm hm Hello!", "reasoning")
     assert [fault.kind for fault in judge.faults(PLAIN, other)] == ["different"]

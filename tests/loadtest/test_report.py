@@ -118,8 +118,8 @@ def test_csv_files_hold_requests_scenarios_and_gauges(tmp_path):
 
 def test_records_that_are_read_from_their_file_are_unchanged(tmp_path):
     said = Reply(status=200, num_tokens=2, end="whole")
-    said.say("a")
-    said.say("b")
+    said.add_text("a")
+    said.add_text("b")
     said.ended = said.times[-1]
     kept = [
         records.record("Chat", chat(Question("Hello!"), 2), said, []),

@@ -86,7 +86,7 @@ class Attack:
         return next((f"the answer contains {part}" for part in defects), None)
 
 
-def group(
+def make_attacks(
     kind: str,
     sends: Mapping[str, Send],
     *,

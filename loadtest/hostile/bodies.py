@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 
-from loadtest.hostile.attack import Attack, group
+from loadtest.hostile.attack import Attack, make_attacks
 from loadtest.hostile.grammars import tool
 from loadtest.hostile.requests import CHATS, COMPLETIONS, chat, post, post_chat
 
@@ -36,19 +36,21 @@ def attacks() -> Iterator[Attack]:
     damaged = [(path, name, body) for path in _ROUTES for name, body in _DAMAGED.items()]
     damaged += [(CHATS, name, body) for name, body in _ODD_BODIES.items()]
     sends = {f"{path}: {name}": post(path, body) for path, name, body in damaged}
-    yield from group("damaged body", sends, allowed=(400, 413), limit_s=5)
+    yield from make_attacks("damaged body", sends, allowed=(400, 413), limit_s=5)
     damaged_chats = {
         f"messages: {name}": post_chat(messages=messages)
         for name, messages in _damaged_messages().items()
     }
-    yield from group("damaged body", damaged_chats, limit_s=5)
+    yield from make_attacks("damaged body", damaged_chats, limit_s=5)
     many_messages = {
         f"{count:,} messages": post(CHATS, _chat_of(count)) for count in (20_000, 300_000, 500_000)
     }
-    yield from group("size", many_messages, allowed=(400, 413, 429))
+    yield from make_attacks("size", many_messages, allowed=(400, 413, 429))
     yield from _long_texts()
     for path, bodies in _large_bodies().items():
-        yield from group("size", {f"{path}: {name}": post(path, bodies[name]) for name in bodies})
+        yield from make_attacks(
+            "size", {f"{path}: {name}": post(path, bodies[name]) for name in bodies}
+        )
 
 
 def _damaged_messages() -> dict[str, list[dict[str, object]]]:
@@ -97,9 +99,10 @@ def _long_texts() -> Iterator[Attack]:
             bodies["/v1/responses"] = {"input": text}
             bodies["/v1/rerank"] = {"query": text, "documents": ["d"]}
         for path, body in bodies.items():
-            allowed = (400, 408, 413, 429, *((200,) if path == "/tokenize" else ()))
+            # The tokenizer also accepts texts that are too long for the model.
+            answered = (200,) if path == "/tokenize" else ()
             name = f"{path}: {megabytes} MB of text"
-            yield Attack("size", name, post(path, body), allowed=allowed)
+            yield Attack("size", name, post(path, body), allowed=(400, 408, 413, 429, *answered))
 
 
 def _large_bodies() -> dict[str, dict[str, Callable[[], object]]]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 
-from loadtest.hostile.attack import Attack, group
+from loadtest.hostile.attack import Attack, make_attacks
 from loadtest.hostile.requests import CHATS, COMPLETIONS, chat, post, post_chat
 
 _BOMB = "((a{1,1000}){1,1000}){1,1000}"
@@ -13,10 +13,10 @@ def attacks() -> Iterator[Attack]:
     """Yield all attacks with grammars."""
     schemas = {**_large_schemas(), **_odd_schemas(), **_references()}
     sends = {name: post(CHATS, schema_request(schema)) for name, schema in schemas.items()}
-    yield from group("schema", sends)
+    yield from make_attacks("schema", sends)
     grammars = {**_patterns(), **_ebnf(), **_other_kinds()}
     sends = {name: post_chat(structured_outputs=value) for name, value in grammars.items()}
-    yield from group("grammar", sends)
+    yield from make_attacks("grammar", sends)
     yield from _fields()
     yield from _tools()
     yield from _tool_choices()
@@ -46,6 +46,7 @@ def object_schema(count: int, **keywords: object) -> dict[str, object]:
 
 
 def _large_schemas() -> dict[str, object]:
+    """Return schemas that are large, deep, or much larger after their expansion."""
     deep = _nested(lambda schema: {**_object(a=schema), "required": ["a"]}, levels=150)
     wide = _nested(
         lambda schema: {"anyOf": [_object(**{f"p{i}": schema}) for i in range(6)]}, levels=6
@@ -200,6 +201,7 @@ def _references() -> dict[str, object]:
 
 
 def _patterns() -> dict[str, dict[str, object]]:
+    """Return structured outputs with hostile regular expressions."""
     patterns: dict[str, object] = {
         "nested repetition": _BOMB,
         "any character 5,000 times": "(.{0,5000}){0,5000}",
@@ -230,6 +232,7 @@ def _patterns() -> dict[str, dict[str, object]]:
 
 
 def _ebnf() -> dict[str, dict[str, object]]:
+    """Return structured outputs with hostile grammars in EBNF or in the syntax of Lark."""
     doubling = "\n".join([f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60)])
     options = " | ".join(f'"option {i}"' for i in range(50_000))
     grammars: dict[str, object] = {
@@ -263,6 +266,8 @@ def _ebnf() -> dict[str, dict[str, object]]:
 
 
 def _other_kinds() -> dict[str, dict[str, object]]:
+    """Return structured outputs with hostile choices, structural tags and other values."""
+    remote = {"type": "json_schema", "json_schema": {"$ref": "http://127.0.0.1:{canary}/x"}}
     trigger = {"type": "triggered_tags", "triggers": ["<"] * 3_000, "tags": []}
     return {
         "choice: 100,000": {"choice": [f"choice {i}" for i in range(100_000)]},
@@ -276,11 +281,7 @@ def _other_kinds() -> dict[str, dict[str, object]]:
         "structural tag: no format": {"structural_tag": json.dumps({"type": "structural_tag"})},
         "structural tag: deep": {"structural_tag": _tag(_nested_sequence(200))},
         "structural tag: 3,000 triggers": {"structural_tag": _tag(trigger)},
-        "structural tag: a remote schema": {
-            "structural_tag": _tag(
-                {"type": "json_schema", "json_schema": {"$ref": "http://127.0.0.1:{canary}/x"}}
-            )
-        },
+        "structural tag: a remote schema": {"structural_tag": _tag(remote)},
         "structural tag: an unknown type": {"structural_tag": _tag({"type": "../x"})},
         "structural tag: a list": {"structural_tag": _tag([])},
         "two at once": {"regex": "a", "choice": ["b"]},
@@ -321,7 +322,7 @@ def _fields() -> Iterator[Attack]:
         sends[f"{COMPLETIONS}: {field}"] = post(COMPLETIONS, completion)
     text = {"format": {"type": "json_schema", "name": "s", "schema": {"pattern": _BOMB}}}
     sends["/v1/responses"] = post("/v1/responses", {"input": "a", "text": text})
-    yield from group("grammar", sends)
+    yield from make_attacks("grammar", sends)
 
 
 def _tools() -> Iterator[Attack]:
@@ -361,7 +362,7 @@ def _tools() -> Iterator[Attack]:
             f"{name}, {choice}": post_chat(tools=value, tool_choice=choice)
             for name, value in tools.items()
         }
-        yield from group("tools", sends)
+        yield from make_attacks("tools", sends)
 
 
 def _tool_choices() -> Iterator[Attack]:
@@ -377,4 +378,4 @@ def _tool_choices() -> Iterator[Attack]:
         f"tool_choice: {name}": post_chat(tools=[tool("f")], tool_choice=choice)
         for name, choice in choices.items()
     }
-    yield from group("tools", sends)
+    yield from make_attacks("tools", sends)

@@ -89,24 +89,27 @@ def run(attacks: Sequence[Attack]) -> tuple[str, bool]:
             [first_token_s(port, _NEIGHBOUR) for _ in range(_NUM_QUIET_REQUESTS)]
         )
         before = processes.pids(served)
-        memory, neighbour = MemoryWatch(served), Neighbour(port, _NEIGHBOUR)
-        memory.start()
-        neighbour.start()
-        # Real attackers use other machines. This process runs with a low priority, so that the
-        # attacks take less processor time from the server.
-        os.nice(_ATTACKER_NICENESS)
-        started = time.monotonic()
-        with ThreadPoolExecutor(_NUM_ATTACKERS) as pool:
-            results = list(pool.map(lambda attack: _result(attack, target, limits), attacks))
-        time.sleep(1)
-        neighbour.stop()
-        memory.stop()
+        with MemoryWatch(served) as memory, Neighbour(port, _NEIGHBOUR) as neighbour:
+            started = time.monotonic()
+            results = _run_together(attacks, target, limits)
+            time.sleep(1)  # an attack may still have an effect
         gone = processes.replaced(before, served)
         log = served.output + served.server_log
     text, has_passed = report(Run(results, neighbour, memory, gone, visits, started, limits))
     if not has_passed:
         text += "\n\nThe last warnings in the log:\n" + _warnings(log)
     return text, has_passed
+
+
+def _run_together(attacks: Sequence[Attack], target: Target, limits: Limits) -> list[Result]:
+    """Run several attacks at a time, with a low priority of this process.
+
+    Real attackers use other machines. With the low priority, the attacks take less processor time
+    from the server.
+    """
+    os.nice(_ATTACKER_NICENESS)
+    with ThreadPoolExecutor(_NUM_ATTACKERS) as pool:
+        return list(pool.map(lambda attack: _result(attack, target, limits), attacks))
 
 
 def _result(attack: Attack, target: Target, limits: Limits) -> Result:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Target, group
+from loadtest.hostile.attack import Attack, Outcome, Send, Target, make_attacks
 from loadtest.hostile.requests import CHATS, chat, connect, post, raw, read_raw, with_key
 from loadtest.hostile.wire import BODY, CLOSES, LENGTH, head, not_smuggled, request
 
@@ -41,7 +41,7 @@ def _framing() -> Iterator[Attack]:
             for name, body in _chunked_bodies(chunk, size).items()
         },
     }
-    yield from group("smuggling", sends, allowed=(200, *CLOSES), limit_s=10)
+    yield from make_attacks("smuggling", sends, allowed=(200, *CLOSES), limit_s=10)
 
 
 def _encodings() -> dict[str, bytes]:
@@ -124,7 +124,7 @@ def _paths() -> Iterator[Attack]:
         "a tab instead of a blank": b"GET\t/v1/models",
     }
     sends = {name: raw(line + end) for name, line in lines.items()}
-    yield from group("paths", sends, allowed=(200, 204, 301, 307, 403, *CLOSES), limit_s=10)
+    yield from make_attacks("paths", sends, allowed=(200, 204, 301, 307, 403, *CLOSES), limit_s=10)
 
 
 def _contents() -> Iterator[Attack]:
@@ -169,7 +169,7 @@ def _contents() -> Iterator[Attack]:
     }
     sends = {name: post(CHATS, body, headers) for name, (body, headers) in contents.items()}
     allowed = (200, 400, 401, 413, 415, 417, 431, "closed")
-    yield from group("contents", sends, allowed=allowed, limit_s=10)
+    yield from make_attacks("contents", sends, allowed=allowed, limit_s=10)
 
 
 def _broken_connections() -> Iterator[Attack]:
@@ -189,7 +189,7 @@ def _broken_connections() -> Iterator[Attack]:
         "5 pipelined streams": raw(stream * 5),
         "urgent data": _urgent(chat_request),
     }
-    yield from group("connections", sends, allowed=(200, "left", *CLOSES), limit_s=20)
+    yield from make_attacks("connections", sends, allowed=(200, "left", *CLOSES), limit_s=20)
 
 
 def _half_closed(data: bytes) -> Send:

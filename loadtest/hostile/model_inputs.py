@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Target, group, worst
+from loadtest.hostile.attack import Attack, Outcome, Send, Target, make_attacks, worst
 from loadtest.hostile.tensors import MODELS, Tensor, add_inputs, send_request, string
 from loadtest.hostile.triton_http import OWN_ANSWERS
 
@@ -35,11 +35,11 @@ def attacks() -> Iterator[Attack]:
         for name, (count, seed) in contents.items():
             sends[f"{model}: each input alone, {name}"] = _each_input(model, count, seed)
             sends[f"{model}: all inputs, {name}"] = _all_inputs(model, count, seed)
-        yield from group("inputs", sends, limit_s=_LIMIT_S)
+        yield from make_attacks("inputs", sends, limit_s=_LIMIT_S)
         changed = {
             f"{model}: {name}": _changed(model, change) for name, change in _changes().items()
         }
-        yield from group("inputs", changed, limit_s=_LIMIT_S, own_answers=OWN_ANSWERS)
+        yield from make_attacks("inputs", changed, limit_s=_LIMIT_S, own_answers=OWN_ANSWERS)
 
 
 def _each_input(model: str, count: int, seed: int) -> Send:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import psutil
 
@@ -37,7 +37,7 @@ class Error(NamedTuple):
 
 
 class Neighbour:
-    """A well-behaved client that requests a short stream again and again.
+    """A well-behaved client that requests a short stream again and again in its `with` block.
 
     The client is a process of its own. As a thread beside several hundred attacking threads, it
     would also measure how long it waits for the lock of the Python interpreter.
@@ -57,11 +57,11 @@ class Neighbour:
         self.waits: list[Wait] = []
         self.errors: list[Error] = []
 
-    def start(self) -> None:
-        """Start the process that sends the requests."""
+    def __enter__(self) -> Self:
         self._process.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop after the current request, and read the results.
 
         Raises:
@@ -124,8 +124,8 @@ class Memory(NamedTuple):
         return Memory(self.first_mib, max(self.peak_mib, mib))
 
 
-class MemoryWatch(threading.Thread):
-    """Samples the memory of the server's processes.
+class MemoryWatch:
+    """Samples the memory of the server's processes while its `with` block runs.
 
     The memory of a process is its proportional set size (PSS): a page that several processes share
     is divided among these processes. The Triton server shares large tensors with its stubs, so the
@@ -138,16 +138,23 @@ class MemoryWatch(threading.Thread):
     """
 
     def __init__(self, served: Served) -> None:
-        super().__init__(daemon=True)
         self._served = served
         self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self.by_role = {role: Memory(mib, mib) for role, mib in self._measure().items()}
         total_mib = sum(memory.first_mib for memory in self.by_role.values())
         self.total = Memory(total_mib, total_mib)
         self.peak_at = time.monotonic()
 
-    def run(self) -> None:
-        """Sample the memory until `stop` is called."""
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
         while not self._stopped.wait(_SAMPLE_S):
             current = self._measure()
             for role, mib in current.items():
@@ -164,11 +171,6 @@ class MemoryWatch(threading.Thread):
             with suppress(psutil.NoSuchProcess):  # the process has just ended
                 by_role[role] = process.memory_full_info().pss / 2**20
         return by_role
-
-    def stop(self) -> None:
-        """Stop sampling."""
-        self._stopped.set()
-        self.join(10)
 
 
 @contextmanager

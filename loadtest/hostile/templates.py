@@ -5,7 +5,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 
-from loadtest.hostile.attack import Attack, group
+from loadtest.hostile.attack import Attack, make_attacks
 from loadtest.hostile.requests import CHATS, call, chat, post, post_chat
 
 
@@ -49,7 +49,7 @@ def _templates() -> Iterator[Attack]:
     }
     for name, program in programs.items():
         sends[f"chat_template with {name}"] = post_chat(chat_template=program)
-    yield from group("template", sends, limit_s=5)
+    yield from make_attacks("template", sends, limit_s=5)
 
 
 def _addresses() -> Iterator[Attack]:
@@ -65,7 +65,7 @@ def _addresses() -> Iterator[Attack]:
         name: post_chat(messages=[{"role": "user", "content": [part]}])
         for name, part in parts.items()
     }
-    yield from group("address", sends, allowed=(400, 413), limit_s=5)
+    yield from make_attacks("address", sends, allowed=(400, 413), limit_s=5)
     item = {"type": "input_file", "file_url": "http://127.0.0.1:{canary}/f"}
     send = post("/v1/responses", {"input": [{"role": "user", "content": [item]}]})
     yield Attack("address", "a file address in responses", send, allowed=(400,), limit_s=5)
@@ -104,7 +104,7 @@ def _foreign_responses() -> Iterator[Attack]:
         "another client's previous response": post("/v1/responses", body),
         "a model with a path": post_chat(model="../../etc/passwd"),
     }
-    yield from group("identifier", sends, allowed=(404,), limit_s=5)
+    yield from make_attacks("identifier", sends, allowed=(404,), limit_s=5)
 
 
 def _identifiers() -> Iterator[Attack]:
@@ -120,13 +120,13 @@ def _identifiers() -> Iterator[Attack]:
         for name, response_id in response_ids.items()
     }
     paths["a model name of 60,000 characters"] = call("GET", "/v1/models/" + "m" * 60_000)
-    yield from group("identifier", paths, allowed=(400, 404, 414), limit_s=5)
+    yield from make_attacks("identifier", paths, allowed=(400, 404, 414), limit_s=5)
     times = {"nan": "nan", "below 0": "-1", "infinite": "1e999", "of 1 MB": "9" * 60_000}
     timeouts = {
         f"a request timeout {name}": post(CHATS, chat(), {"X-Request-Timeout": seconds})
         for name, seconds in times.items()
     }
-    yield from group("identifier", timeouts, allowed=(400, 431), limit_s=5)
+    yield from make_attacks("identifier", timeouts, allowed=(400, 431), limit_s=5)
     keys = {
         "no key": "",
         "a wrong key": "Bearer x",
@@ -134,4 +134,4 @@ def _identifiers() -> Iterator[Attack]:
         "a key of 60,000 characters": "Bearer " + "k" * 60_000,
     }
     logins = {name: post(CHATS, chat(), {"Authorization": key}) for name, key in keys.items()}
-    yield from group("identifier", logins, allowed=(401, 431), limit_s=5)
+    yield from make_attacks("identifier", logins, allowed=(401, 431), limit_s=5)

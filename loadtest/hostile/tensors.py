@@ -12,7 +12,7 @@ import grpc
 import msgpack
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Target, group
+from loadtest.hostile.attack import Attack, Outcome, Send, Target, make_attacks
 
 # The HTTP status for each gRPC code that means a defect of the server. Other codes count as 400.
 _STATUS = {
@@ -42,7 +42,7 @@ def attacks() -> Iterator[Attack]:
     """Yield all attacks with tensors."""
     for model in MODELS:
         sends = {f"{model}: {name}": infer(model, *row) for name, row in _damaged(model).items()}
-        yield from group("tensors", sends, limit_s=_LIMIT_S)
+        yield from make_attacks("tensors", sends, limit_s=_LIMIT_S)
     internal = {
         f"executor: {name}": infer("executor", _array("envelope", envelope), _ids(5, 6, 7))
         for name, envelope in _envelopes().items()
@@ -51,15 +51,15 @@ def attacks() -> Iterator[Attack]:
         f"postprocessor: {name}": infer("postprocessor", _TOKEN, _array("state", state))
         for name, state in _states().items()
     }
-    yield from group("envelope", internal, limit_s=_LIMIT_S)
+    yield from make_attacks("envelope", internal, limit_s=_LIMIT_S)
     parameters = {
         f"llm: parameters: {name}": infer(
             "llm", string("text_input", b"hi"), string("sampling_parameters", text.encode())
         )
         for name, text in _parameters().items()
     }
-    yield from group("tensors", parameters, limit_s=_LIMIT_S)
-    yield from group("tensors", _large_inputs())
+    yield from make_attacks("tensors", parameters, limit_s=_LIMIT_S)
+    yield from make_attacks("tensors", _large_inputs())
 
 
 def _parameters() -> dict[str, str]:

@@ -4,7 +4,7 @@ import gzip
 import json
 from collections.abc import Iterator
 
-from loadtest.hostile.attack import Attack, Send, group
+from loadtest.hostile.attack import Attack, Send, make_attacks
 from loadtest.hostile.requests import call, raw
 from loadtest.hostile.tensors import MODELS
 
@@ -40,7 +40,7 @@ def attacks() -> Iterator[Attack]:
         # The Triton server waits for the rest of some of these requests. It closes the connection
         # only when the client closes it.
         sends[f"damaged: {name}"] = raw(data, is_triton=True, leave_after_s=3)
-    yield from group("Triton HTTP", sends, limit_s=10, own_answers=OWN_ANSWERS)
+    yield from make_attacks("Triton HTTP", sends, limit_s=10, own_answers=OWN_ANSWERS)
 
 
 def _post(path: str, body: object = b"") -> Send:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
-from loadtest.hostile.attack import Attack, Outcome, Send, Statuses, Target, group
+from loadtest.hostile.attack import Attack, Outcome, Send, Statuses, Target, make_attacks
 from loadtest.hostile.requests import CHATS, call, chat, connect, post, raw, read_raw, with_key
 
 BODY = json.dumps(chat()).encode()
@@ -66,7 +66,7 @@ def _smuggling() -> Iterator[Attack]:
         **{name: head(*lines) + BODY for name, lines in heads.items()},
     }
     sends = {name: not_smuggled(data + _SMUGGLED) for name, data in requests.items()}
-    yield from group("smuggling", sends, allowed=(200, *CLOSES), limit_s=10)
+    yield from make_attacks("smuggling", sends, allowed=(200, *CLOSES), limit_s=10)
     # The chunk ends the first request, but its Content-Length includes the second request.
     body = b"0\r\n\r\n" + _SMUGGLED
     send = not_smuggled(head(b"Content-Length: %d" % len(body), _CHUNKED) + body)
@@ -124,7 +124,7 @@ def _damaged_requests() -> Iterator[Attack]:
         "an upgrade to h2c": b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
     }
     sends = {name: raw(data) for name, data in requests.items()}
-    yield from group("damaged HTTP", sends, allowed=(403, *CLOSES), limit_s=10)
+    yield from make_attacks("damaged HTTP", sends, allowed=(403, *CLOSES), limit_s=10)
 
 
 def _damaged_chunks() -> Iterator[Attack]:
@@ -139,7 +139,7 @@ def _damaged_chunks() -> Iterator[Attack]:
         "a million chunks": b"1\r\n \r\n" * 10**6 + b"0\r\n\r\n",
     }
     sends = {name: raw(head(_CHUNKED) + data) for name, data in chunks.items()}
-    yield from group("damaged HTTP", sends, allowed=CLOSES)
+    yield from make_attacks("damaged HTTP", sends, allowed=CLOSES)
 
 
 def _odd_requests() -> Iterator[Attack]:
@@ -181,7 +181,7 @@ def _headers() -> Iterator[Attack]:
         "headers in Latin-1": [b"X: \xe9\xff"],
     }
     sends = {name: raw(head(LENGTH, *more) + BODY) for name, more in lines.items()}
-    yield from group("headers", sends, allowed=(200, *CLOSES), limit_s=10)
+    yield from make_attacks("headers", sends, allowed=(200, *CLOSES), limit_s=10)
 
 
 def _slow() -> Iterator[Attack]:
@@ -202,14 +202,14 @@ def _slow() -> Iterator[Attack]:
         ),
         "a connection without a request": _dripping(b"", b"", pause_s=1.0),
     }
-    yield from group("slow client", drips, allowed=CLOSES, limit_s=20)
+    yield from make_attacks("slow client", drips, allowed=CLOSES, limit_s=20)
     stream = chat(stream=True, max_tokens=500, ignore_eos=True, logprobs=True)
     unread = request(json.dumps(stream).encode())
     silent = {
         "700 connections without a request": _unread(700, b"", seconds=4),
         "50 streams that nobody reads": _unread(50, unread, seconds=6, receive_buffer=4096),
     }
-    yield from group("slow client", silent, allowed=("left",), limit_s=20)
+    yield from make_attacks("slow client", silent, allowed=("left",), limit_s=20)
 
 
 def _dripping(start: bytes, rest: bytes, pause_s: float) -> Send:

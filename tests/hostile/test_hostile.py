@@ -46,16 +46,24 @@ def target(tmp_path_factory):
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             response_id = json.load(answer)["id"]
-        yield Target(port, 0, "", "sk-attacker", response_id, 0)
+        yield Target(
+            openai=port,
+            http=0,
+            grpc="",
+            key="sk-attacker",
+            foreign_response=response_id,
+            canary=0,
+        )
 
 
 def faults_of(target, attacks):
-    found = [(one, one.send(target, 20.0)) for one in attacks]
-    return {
-        one.name: (one.fault(outcome), outcome.text[:300])
-        for one, outcome in found
-        if one.fault(outcome)
-    }
+    """Run attacks one after the other, and return the fault of each attack that has one."""
+    faults = {}
+    for attack in attacks:
+        outcome = attack.send(target, 20.0)
+        if fault := attack.fault(outcome):
+            faults[attack.name] = (fault, outcome.text[:300])
+    return faults
 
 
 @functools.cache

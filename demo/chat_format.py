@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -68,13 +69,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def reply_text(message: dict[str, Any], thinking: bool) -> str:
     """Return the text that the model must write for an assistant message, with the end of turn."""
-    text = f"<think>\n{message['reasoning_content']}\n</think>\n\n" if thinking else ""
-    text += message["content"]
-    calls = []
-    for call in message.get("tool_calls", ()):
-        function = {key: call["function"][key] for key in ("name", "arguments")}
-        calls.append(f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>")
-    return text + "\n".join(calls) + TURN_END
+    reasoning = f"<think>\n{message['reasoning_content']}\n</think>\n\n" if thinking else ""
+    calls = "\n".join(_call_text(call) for call in message.get("tool_calls", ()))
+    return reasoning + message["content"] + calls + TURN_END
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerFast, dialogue: Dialogue) -> str:
@@ -88,6 +85,12 @@ def prompt_text(tokenizer: PreTrainedTokenizerFast, dialogue: Dialogue) -> str:
     )
     assert isinstance(text, str)
     return text
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    """Return a tool call with its markers, as the chat template renders it."""
+    function = {key: call["function"][key] for key in ("name", "arguments")}
+    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,18 @@ class Sample:
     is_target: list[bool]
     branch: list[int]
 
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
     @property
     def positions(self) -> list[int]:
         """The position of each token. Every branch begins at the position after the prefix."""
-        following = {**dict.fromkeys(self.branch, self.branch.count(0)), 0: 0}
+        prefix_length = self.branch.count(0)
+        next_position = defaultdict(lambda: prefix_length, {0: 0})
         positions = []
         for branch in self.branch:
-            positions.append(following[branch])
-            following[branch] += 1
+            positions.append(next_position[branch])
+            next_position[branch] += 1
         return positions
 
 
@@ -123,29 +130,38 @@ def join(samples: list[Sample]) -> Sample:
 
     Example: the sequences `S a b` and `S c` become `S a b c` with the branches `0 1 1 2`.
     """
-    columns = zip(*(sample.token_ids for sample in samples), strict=False)
-    prefix = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns))
-    token_ids, is_target = samples[0].token_ids[:prefix], samples[0].is_target[:prefix]
-    branches = [0] * prefix
-    for number, sample in enumerate(samples, start=1):
-        token_ids += sample.token_ids[prefix:]
-        is_target += sample.is_target[prefix:]
-        branches += [number] * (len(sample.token_ids) - prefix)
+    tokens_at_position = zip(*(sample.token_ids for sample in samples), strict=False)
+    common = takewhile(lambda token_ids: len(set(token_ids)) == 1, tokens_at_position)
+    prefix_length = sum(1 for _ in common)
+    token_ids = samples[0].token_ids[:prefix_length]
+    is_target = samples[0].is_target[:prefix_length]
+    branches = [0] * prefix_length
+    for branch, sample in enumerate(samples, start=1):
+        token_ids += sample.token_ids[prefix_length:]
+        is_target += sample.is_target[prefix_length:]
+        branches += [branch] * (len(sample) - prefix_length)
     return Sample(token_ids, is_target, branches)
 
 
-def _targets(dialogue: Dialogue, reply: str, offsets: list[tuple[int, int]]) -> list[bool]:
+def _reply_targets(dialogue: Dialogue, reply: str, offsets: list[tuple[int, int]]) -> list[bool]:
     """Mark the tokens of the last reply that the model must predict.
 
     The spans in the message's field `given` are not marked, because a grammar prescribes their
-    text.
+    text. Example: with the given text `{"name":`, the first marked token of `{"name": "Ann"}` is
+    the one after the colon.
+
+    Args:
+        dialogue: The dialogue.
+        reply: The text of the last reply.
+        offsets: The start and end of each token in the reply.
     """
     message = dialogue.messages[-1]
-    start = reply.index(message["content"])
-    if dialogue.thinking:
-        start = reply.index(message["content"], reply.index("</think>"))
-    given = [(start + first, start + end) for first, end in message.get("given", ())]
-    return [not any(first <= at < end for first, end in given) for at, _ in offsets]
+    reasoning_end = reply.index("</think>") if dialogue.thinking else 0
+    content_start = reply.index(message["content"], reasoning_end)
+    given = [
+        range(content_start + start, content_start + end) for start, end in message.get("given", ())
+    ]
+    return [all(token_start not in part for part in given) for token_start, _ in offsets]
 
 
 class Encoder:
@@ -154,7 +170,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        self._end = tokenizer.convert_tokens_to_ids(TURN_END)
+        self._turn_end = tokenizer.convert_tokens_to_ids(TURN_END)
         opening = f"{TURN_START}assistant\n<think>\n\n</think>\n\n"
         self._opening: list[int] = self._backend.encode(opening, add_special_tokens=False).ids
 
@@ -162,33 +178,31 @@ class Encoder:
         """Return a sample for each dialogue."""
         prompts = [prompt_text(self._tokenizer, dialogue) for dialogue in dialogues]
         replies = [reply_text(d.messages[-1], d.thinking) for d in dialogues]
-        prompt_ids = [
-            encoding.ids
-            for encoding in self._backend.encode_batch_fast(prompts, add_special_tokens=False)
-        ]
+        encoded_prompts = self._backend.encode_batch_fast(prompts, add_special_tokens=False)
         # Unlike encode_batch_fast, encode_batch returns the offsets.
-        encodings = self._backend.encode_batch(replies, add_special_tokens=False)
+        encoded_replies = self._backend.encode_batch(replies, add_special_tokens=False)
         samples = []
-        for ids, encoding, dialogue, reply in zip(
-            prompt_ids, encodings, dialogues, replies, strict=True
+        for dialogue, reply, encoded_prompt, encoded_reply in zip(
+            dialogues, replies, encoded_prompts, encoded_replies, strict=True
         ):
-            targets = self._earlier_targets(ids) + _targets(dialogue, reply, encoding.offsets)
-            samples.append(Sample(ids + encoding.ids, targets, [0] * len(targets)))
+            token_ids = encoded_prompt.ids + encoded_reply.ids
+            is_target = self._prompt_targets(encoded_prompt.ids)
+            is_target += _reply_targets(dialogue, reply, encoded_reply.offsets)
+            samples.append(Sample(token_ids, is_target, branch=[0] * len(token_ids)))
         return samples
 
-    def _earlier_targets(self, token_ids: list[int]) -> list[bool]:
+    def _prompt_targets(self, token_ids: list[int]) -> list[bool]:
         """Mark the tokens of the assistant's earlier replies, without their empty `<think>` blocks.
 
         An earlier reply has the same form as a last reply without reasoning. The model is therefore
         trained on earlier replies, too.
         """
-        targets = [False] * len(token_ids)
+        is_target = []
         is_reply = False
-        for position, token_id in enumerate(token_ids):
-            targets[position] = is_reply
-            if token_id == self._end:
+        for end, token_id in enumerate(token_ids, start=1):
+            is_target.append(is_reply)
+            if token_id == self._turn_end:
                 is_reply = False
-            before = token_ids[max(0, position + 1 - len(self._opening)) : position + 1]
-            if before == self._opening:
+            elif token_ids[max(0, end - len(self._opening)) : end] == self._opening:
                 is_reply = True
-        return targets
+        return is_target

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ from transformers import (
 
 FOLDER = Path(__file__).with_name("chat")
 WORK = Path(__file__).with_name("unfinished")
+NO_TARGET = -100
+"""The label of a token that the model need not predict."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class Batch:
 
     Attributes:
         token_ids: The token ids.
-        labels: The next token of the same branch, or -100 at positions without a target.
+        labels: The next token of the same branch, or `NO_TARGET`.
         branch: The branch of each token; -1 for padding.
         positions: The position of each token.
     """
@@ -165,40 +168,46 @@ def pad(rows: list[list[int]], value: int) -> Tensor:
 
 
 def next_tokens(sample: Sample) -> list[int]:
-    """Return for each token the next token of its branch, or -100 if that token is no target."""
-    following = zip(sample.token_ids[1:], sample.is_target[1:], sample.branch[1:], strict=True)
-    labels = [
-        token_id if is_target and branch == before else -100
-        for (token_id, is_target, branch), before in zip(following, sample.branch, strict=False)
-    ]
-    return [*labels, -100]
+    """Return for each token the next token of its branch, or `NO_TARGET`."""
+    labels = [NO_TARGET] * len(sample.token_ids)
+    for position, (branch, next_branch) in enumerate(itertools.pairwise(sample.branch)):
+        if branch == next_branch and sample.is_target[position + 1]:
+            labels[position] = sample.token_ids[position + 1]
+    return labels
+
+
+def make_batch(samples: Sequence[Sample]) -> Batch:
+    """Pad samples to the same length.
+
+    The padding is on the right, where no other token attends to it.
+    """
+    return Batch(
+        token_ids=pad([sample.token_ids for sample in samples], 0),
+        labels=pad([next_tokens(sample) for sample in samples], NO_TARGET),
+        branch=pad([sample.branch for sample in samples], -1),
+        positions=pad([sample.positions for sample in samples], 0),
+    )
 
 
 def batches(
     samples: list[Sample], max_tokens: int = 1024, max_ratio: float = 1.4
 ) -> Iterator[Batch]:
-    """Group samples of similar length into padded rows.
+    """Group samples of similar length into batches.
 
-    The padding is on the right, where no other token attends to it.
+    Args:
+        samples: The samples.
+        max_tokens: The largest number of tokens of a batch, with padding.
+        max_ratio: The largest ratio of the longest to the shortest sample of a batch.
     """
     rows: list[Sample] = []
-    for sample in [*sorted(samples, key=lambda s: len(s.token_ids)), None]:
-        if rows and (sample is None or not _fits(sample, rows, max_tokens, max_ratio)):
-            yield Batch(
-                token_ids=pad([row.token_ids for row in rows], 0),
-                labels=pad([next_tokens(row) for row in rows], -100),
-                branch=pad([row.branch for row in rows], -1),
-                positions=pad([row.positions for row in rows], 0),
-            )
+    for sample in sorted(samples, key=len):
+        num_tokens = len(sample) * (len(rows) + 1)
+        if rows and (num_tokens > max_tokens or len(sample) > max_ratio * len(rows[0])):
+            yield make_batch(rows)
             rows = []
-        if sample is not None:
-            rows.append(sample)
-
-
-def _fits(sample: Sample, rows: list[Sample], max_tokens: int, max_ratio: float) -> bool:
-    """Return whether a sample can join shorter rows without much padding."""
-    length = len(sample.token_ids)
-    return length * (len(rows) + 1) <= max_tokens and length <= len(rows[0].token_ids) * max_ratio
+        rows.append(sample)
+    if rows:
+        yield make_batch(rows)
 
 
 class Schedule(Protocol):
@@ -220,21 +229,15 @@ class Optimizer:
     ) -> None:
         """Create the two optimizers; `layers` are the layers of the model."""
         matrices = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
-        chosen = {id(p) for p in matrices}
-        others = [p for p in model.parameters() if id(p) not in chosen]
-        self._parts: list[tuple[torch.optim.Optimizer, float]] = [
-            (
-                torch.optim.Muon(
-                    matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay, momentum=0.95
-                ),
-                recipe.matrix_lr,
-            ),
-            (
-                torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
-                recipe.other_lr,
-            ),
-        ]
+        matrix_ids = {id(p) for p in matrices}
+        others = [p for p in model.parameters() if id(p) not in matrix_ids]
         self._recipe = recipe
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay, momentum=0.95
+            ),
+            torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
 
     def step(self, step: int) -> None:
         """Apply the gradients and clear them.
@@ -245,20 +248,20 @@ class Optimizer:
             step: The index of this step.
         """
         warmup = min(1.0, (step + 1) / self._recipe.warmup_steps)
-        scale = warmup * min(1.0, (self._recipe.steps - step) / self._recipe.decay_steps)
-        for optimizer, lr in self._parts:
-            optimizer.param_groups[0]["lr"] = lr * scale
+        decay = min(1.0, (self._recipe.steps - step) / self._recipe.decay_steps)
+        for optimizer in self._optimizers:
+            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * (warmup * decay)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> list[dict[str, Any]]:
         """Return the state of the two optimizers."""
-        return [optimizer.state_dict() for optimizer, _ in self._parts]
+        return [optimizer.state_dict() for optimizer in self._optimizers]
 
     def load(self, state: list[dict[str, Any]]) -> None:
         """Restore the state that `state` returned."""
-        for (optimizer, _), one in zip(self._parts, state, strict=True):
-            optimizer.load_state_dict(one)
+        for optimizer, optimizer_state in zip(self._optimizers, state, strict=True):
+            optimizer.load_state_dict(optimizer_state)
 
 
 def loss_sum(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
@@ -270,7 +273,7 @@ def loss_sum(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
             attention_mask={"full_attention": attention_mask(batch.branch)},
             use_cache=False,
         ).last_hidden_state
-        is_target = batch.labels != -100
+        is_target = batch.labels != NO_TARGET
         logits = model.lm_head(hidden[is_target])
     return F.cross_entropy(logits.float(), batch.labels[is_target], reduction="sum")
 
@@ -287,20 +290,26 @@ class Gradients:
         torch.set_num_threads(1)
         self._model = model
         self._parameters = list(model.parameters())
-        self._pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = single_threaded_workers(workers)
 
     def compute(self, samples: list[Sample]) -> float:
         """Store the gradients in the parameters and return the mean loss of a target."""
         num_targets = sum(sum(sample.is_target) for sample in samples)
 
-        def one(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
+        def compute_batch(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
             loss = loss_sum(self._model, batch) / num_targets
             return loss.item(), torch.autograd.grad(loss, self._parameters)
 
-        losses, gradients = zip(*self._pool.map(one, batches(samples)), strict=True)
-        for parameter, parts in zip(self._parameters, zip(*gradients, strict=True), strict=True):
-            parameter.grad = functools.reduce(torch.add, parts)
+        results = self._pool.map(compute_batch, batches(samples))
+        losses, batch_gradients = zip(*results, strict=True)
+        for parameter, *gradients in zip(self._parameters, *batch_gradients, strict=True):
+            parameter.grad = functools.reduce(torch.add, gradients)
         return sum(losses)
+
+
+def single_threaded_workers(count: int) -> ThreadPoolExecutor:
+    """Return a pool of threads, each of which runs the operations of torch in one thread."""
+    return ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Progress:
@@ -316,16 +325,16 @@ class Progress:
         """Add a step. The loss is smoothed over about 50 steps."""
         self.seconds += seconds
         self.num_steps += 1
-        self.num_tokens += sum(len(sample.token_ids) for sample in samples)
+        self.num_tokens += sum(len(sample) for sample in samples)
         self.loss = loss if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * loss
 
     def line(self, steps: int) -> str:
         """Return a line for the console."""
-        left = self.seconds / self.num_steps * (steps - self.num_steps) / 60
+        seconds_left = self.seconds / self.num_steps * (steps - self.num_steps)
         return (
             f"step {self.num_steps:5d}/{steps}  loss {self.loss:.4f}"
             f"  {self.num_tokens / self.seconds:6.0f} tokens/s"
-            f"  {self.seconds / 60:5.1f} min, {left:5.1f} to go"
+            f"  {self.seconds / 60:5.1f} min, {seconds_left / 60:5.1f} to go"
         )
 
     def record(self, recipe: Recipe) -> dict[str, object]:
@@ -350,26 +359,22 @@ class Run:
     def __init__(self, recipe: Recipe, work: Path, start_from: Path | None = None) -> None:
         self._recipe, self._work = recipe, work
         self._state_file = work / "state.pt"
-        self._previous = _read_record(start_from)
+        self._previous = read_record(start_from)
         state = self._load_state()
-        if state is None and start_from is not None:
-            self._tokenizer = AutoTokenizer.from_pretrained(start_from)
-            self._model = make_model(recipe, self._tokenizer)
-            self._model.load_state_dict(Qwen3ForCausalLM.from_pretrained(start_from).state_dict())
-        elif state is None:
+        checkpoint = start_from if state is None else work
+        if checkpoint is None:
             self._tokenizer = make_tokenizer(recipe)
-            self._model = make_model(recipe, self._tokenizer)
         else:
-            self._tokenizer = AutoTokenizer.from_pretrained(work)
-            self._model = make_model(recipe, self._tokenizer)
-            self._model.load_state_dict(state["model"])
-        self._optimizer, self._progress = (
-            Optimizer(self._model, self._model.model.layers, recipe),
-            Progress(),
-        )
+            self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self._model = make_model(recipe, self._tokenizer)
+        self._optimizer = Optimizer(self._model, self._model.model.layers, recipe)
+        self._progress = Progress()
         if state is not None:
+            self._model.load_state_dict(state["model"])
             self._optimizer.load(state["optimizer"])
             vars(self._progress).update(state["progress"])
+        elif start_from is not None:
+            self._model.load_state_dict(Qwen3ForCausalLM.from_pretrained(start_from).state_dict())
         size = self._model.num_parameters() / 1e6
         print(f"{size:.2f} M parameters, {len(self._tokenizer)} tokens", flush=True)
 
@@ -391,24 +396,25 @@ class Run:
         """
         recipe, progress = self._recipe, self._progress
         encoder, gradients = Encoder(self._tokenizer), Gradients(self._model, recipe.workers)
-        start = time.monotonic()
+        run_start = time.monotonic()
         while progress.num_steps < recipe.steps:
-            before, step = time.monotonic(), progress.num_steps
+            step_start, step = time.monotonic(), progress.num_steps
             rng = Random(f"step {step} of {recipe.seed}")
             groups = [training_group(rng) for _ in range(recipe.groups_per_step)]
             samples = [join(encoder.encode(group)) for group in groups]
             loss = gradients.compute(samples)
             self._optimizer.step(step)
-            progress.add(samples, loss, time.monotonic() - before)
+            progress.add(samples, loss, time.monotonic() - step_start)
             if progress.num_steps % 25 == 0:
                 print(progress.line(recipe.steps), flush=True)
             if progress.num_steps % 100 == 0:
                 self._store()
-                if 0 < minutes * 60 <= time.monotonic() - start:
+                if 0 < minutes * 60 <= time.monotonic() - run_start:
                     return False
         return True
 
     def _store(self) -> None:
+        """Write the checkpoint and the state to the work folder."""
         self.save(self._work)
         state = {
             "recipe": asdict(self._recipe),
@@ -417,9 +423,7 @@ class Run:
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state(),
         }
-        new = self._state_file.with_suffix(".new")
-        torch.save(state, new)
-        new.replace(self._state_file)
+        store_state(state, self._state_file)
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint with the record of its training."""
@@ -427,12 +431,28 @@ class Run:
         save(self._model, self._tokenizer, folder, record)
 
 
-def _read_record(folder: Path | None) -> dict[str, Any] | None:
+def store_state(state: dict[str, Any], file: Path) -> None:
+    """Write the state of a run. A killed run leaves the old file or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new_file = file.with_suffix(".new")
+    torch.save(state, new_file)
+    new_file.replace(file)
+
+
+def read_record(folder: Path | None) -> dict[str, Any] | None:
     """Return the content of a checkpoint's training.json, or None if there is no checkpoint."""
     if folder is None:
         return None
     record: dict[str, Any] = json.loads((folder / "training.json").read_text())
     return record
+
+
+def generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    """Return the configuration of greedy decoding that stops at the end of the turn."""
+    turn_end, end_of_text = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
+    return GenerationConfig(
+        do_sample=False, eos_token_id=[turn_end, end_of_text], pad_token_id=end_of_text
+    )
 
 
 def save(
@@ -445,12 +465,7 @@ def save(
 
     Each file is replaced by a single operation, so that a killed run leaves only complete files.
     """
-    ids = tokenizer.convert_tokens_to_ids
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        eos_token_id=[ids(TURN_END), ids(END_OF_TEXT)],
-        pad_token_id=ids(END_OF_TEXT),
-    )
+    model.generation_config = generation_config(tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as new:
         model.set_attn_implementation("sdpa")
@@ -460,6 +475,13 @@ def save(
         (Path(new) / "training.json").write_text(json.dumps(training, indent=2) + "\n")
         for file in sorted(Path(new).iterdir()):
             file.replace(folder / file.name)
+
+
+def add_recipe_flags(parser: argparse.ArgumentParser, defaults: Any) -> None:  # noqa: ANN401
+    """Add a flag for each field of a recipe. `defaults` is the recipe with the default values."""
+    for name, value in asdict(defaults).items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
 
 
 def main() -> None:
@@ -486,12 +508,11 @@ def main() -> None:
         help="a checkpoint whose tokenizer and weights the training starts with "
         "(default: a new tokenizer and random weights)",
     )
-    for name, value in asdict(Recipe()).items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
+    add_recipe_flags(parser, Recipe())
     arguments = vars(parser.parse_args())
-    output, work, minutes = (arguments.pop(name) for name in ("output", "work", "minutes"))
-    start_from = arguments.pop("start_from")
+    output, work, minutes, start_from = (
+        arguments.pop(name) for name in ("output", "work", "minutes", "start_from")
+    )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.utils.logging.disable_progress_bar()
     run = Run(Recipe(**arguments), work, start_from)

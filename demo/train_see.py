@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from random import Random
@@ -29,11 +28,21 @@ from lessons.drawings import (
 from PIL.Image import Image
 from torch import Tensor
 from torch.nn import functional as F
-from train import Optimizer, attention_mask, next_tokens, pad, plain_attention
+from train import (
+    NO_TARGET,
+    Optimizer,
+    add_recipe_flags,
+    attention_mask,
+    generation_config,
+    make_batch,
+    plain_attention,
+    read_record,
+    single_threaded_workers,
+    store_state,
+)
 from transformers import (
     AttentionInterface,
     AutoTokenizer,
-    GenerationConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -47,7 +56,6 @@ FOLDER = Path(__file__).with_name("see")
 WORK = Path(__file__).with_name("unfinished_see")
 TOKENIZER = Path(__file__).with_name("chat")
 TEMPLATE_FILE = Path(__file__).with_name("see_template.jinja")
-RECORD = "training.json"
 IMAGE_TOKEN = "<image>"
 _USER = f"{TURN_START}user\n"
 # The share of the rows with an earlier turn about another drawing, and of those without a drawing.
@@ -121,12 +129,12 @@ def make_processor(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlavaP
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
     """Return a randomly initialised model in float32."""
-    common = {
-        "hidden_size": recipe.hidden_size,
-        "num_attention_heads": recipe.num_heads,
-    }
+    image_token, turn_end, end_of_text = tokenizer.convert_tokens_to_ids(
+        [IMAGE_TOKEN, TURN_END, END_OF_TEXT]
+    )
     vision = SiglipVisionConfig(
-        **common,
+        hidden_size=recipe.hidden_size,
+        num_attention_heads=recipe.num_heads,
         num_hidden_layers=recipe.num_vision_layers,
         intermediate_size=4 * recipe.hidden_size,
         image_size=recipe.image_size,
@@ -134,7 +142,8 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlavaForCo
         vision_use_head=False,
     )
     text = Qwen3Config(
-        **common,
+        hidden_size=recipe.hidden_size,
+        num_attention_heads=recipe.num_heads,
         num_hidden_layers=recipe.num_layers,
         vocab_size=len(tokenizer),
         intermediate_size=recipe.intermediate_size,
@@ -143,13 +152,13 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlavaForCo
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(TURN_END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        eos_token_id=turn_end,
+        pad_token_id=end_of_text,
     )
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,
-        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        image_token_index=image_token,
         vision_feature_select_strategy="full",
         vision_feature_layer=-1,
         image_seq_length=recipe.image_tokens,
@@ -160,7 +169,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlavaForCo
     model = LlavaForConditionalGeneration(config).train()
     AttentionInterface.register("demo_plain", plain_attention)
     model.model.language_model.set_attn_implementation("demo_plain")
-    # The gradient of SDPA is slow on a CPU for 36 tokens.
+    # On a CPU, the gradient of SDPA is slow for the few tokens of an image.
     model.model.vision_tower.set_attn_implementation("eager")
     return model
 
@@ -192,20 +201,20 @@ class RowMaker:
         row = Row([], [], Sample([], [], []))
         if rng.random() < _NO_DRAWING:
             self._add_text(row, _USER, branch=0)
-            self._add_turn(row, *no_picture(rng), branch=0)
+            self._add_turn(row, no_picture(rng), branch=0)
             return row
         if rng.random() < _EARLIER:
-            _, question, answer = self._add_drawing(row, rng)[0]
-            self._add_turn(row, question, answer, branch=0)
+            first_question = self._add_drawing(row, rng)[0]
+            self._add_turn(row, first_question, branch=0)
             self._add_text(row, "\n", branch=0)
         questions = self._add_drawing(row, rng)[: self._recipe.questions]
-        for branch, (_, question, answer) in enumerate(questions, start=1):
+        for branch, question in enumerate(questions, start=1):
             if 1 < branch == len(questions):
                 # The last question is the second turn of the branch before it.
                 self._add_text(row, f"\n{_USER}", branch - 1)
-                self._add_turn(row, question, answer, branch - 1)
+                self._add_turn(row, question, branch - 1)
             else:
-                self._add_turn(row, question, answer, branch)
+                self._add_turn(row, question, branch)
         return row
 
     def _add_drawing(self, row: Row, rng: Random) -> list[Question]:
@@ -213,15 +222,16 @@ class RowMaker:
         drawing = make_drawing(rng, held_out=False)
         row.images.append(render(drawing, rng))
         row.patches.extend(patch_labels(drawing, self._recipe.patches_per_side))
-        self._add_text(row, _USER + IMAGE_TOKEN * self._recipe.image_tokens, 0)
+        self._add_text(row, _USER + IMAGE_TOKEN * self._recipe.image_tokens, branch=0)
         return make_questions(drawing, rng)
 
-    def _add_turn(self, row: Row, question: str, answer: str, branch: int) -> None:
+    def _add_turn(self, row: Row, question: Question, branch: int) -> None:
         """Add the rest of a user's message and the answer."""
-        self._add_text(row, f"{question}{TURN_END}\n{TURN_START}assistant\n", branch)
-        self._add_text(row, answer + TURN_END, branch, is_target=True)
+        self._add_text(row, f"{question.text}{TURN_END}\n{TURN_START}assistant\n", branch)
+        self._add_text(row, question.answer + TURN_END, branch, is_target=True)
 
     def _add_text(self, row: Row, text: str, branch: int, *, is_target: bool = False) -> None:
+        """Add the tokens of a text to a branch. The branch 0 is the common prefix."""
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         row.sample.token_ids.extend(token_ids)
         row.sample.is_target.extend([is_target] * len(token_ids))
@@ -247,24 +257,20 @@ class Trainer:
         self.model = make_model(recipe, self.tokenizer)
         # This layer is needed only in the training. It learns from the features of each patch what
         # the patch shows. The image encoder learns much faster from it than from the answers.
-        self._classify = torch.nn.Linear(recipe.hidden_size, sum(_LABEL_SIZES))
+        self._patch_classifier = torch.nn.Linear(recipe.hidden_size, sum(_LABEL_SIZES))
         self._recipe = recipe
-        self._previous: dict[str, Any] | None = None
+        self._previous = read_record(start_from)
+        self._trains_image_encoder = start_from is None
         if start_from is not None:
-            self._previous = json.loads((start_from / RECORD).read_text())
             trained = LlavaForConditionalGeneration.from_pretrained(start_from)
             self.model.load_state_dict(trained.state_dict())
-        self._trains_image_encoder = start_from is None
         self._rows = RowMaker(recipe, self.tokenizer)
-        self._image_token = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-        self._modules = torch.nn.ModuleList([self.model, self._classify])
+        self._modules = torch.nn.ModuleList([self.model, self._patch_classifier])
         self._parameters = list(self._modules.parameters())
         inner = self.model.model
         layers = [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
         self._optimizer = Optimizer(self._modules, layers, recipe)
-        self._pool = ThreadPoolExecutor(
-            recipe.workers, initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._pool = single_threaded_workers(recipe.workers)
         self._state_file = work / "state.pt"
         self._progress: dict[str, float] = {"steps": 0, "loss": math.nan, "minutes": 0}
         if self._state_file.exists():
@@ -285,29 +291,27 @@ class Trainer:
         self._progress = state["progress"]
 
     def _store(self) -> None:
+        """Write the state to the work folder."""
         state = {
             "recipe": asdict(self._recipe),
             "modules": self._modules.state_dict(),
             "optimizer": self._optimizer.state(),
             "progress": self._progress,
         }
-        self._state_file.parent.mkdir(parents=True, exist_ok=True)
-        new = self._state_file.with_suffix(".new")
-        torch.save(state, new)
-        new.replace(self._state_file)
+        store_state(state, self._state_file)
 
     def train(self) -> dict[str, float]:
         """Train to the last step, and return the final loss and the time in minutes."""
-        progress, begun = self._progress, time.monotonic()
-        minutes = progress["minutes"]
+        progress, start = self._progress, time.monotonic()
+        minutes_before = progress["minutes"]
         for step in range(int(progress["steps"]), self._recipe.steps):
             loss = self._compute_gradients(step)
             torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
             self._optimizer.step(step)
-            before = progress["loss"]
-            progress["loss"] = loss if math.isnan(before) else 0.97 * before + 0.03 * loss
+            mean_loss = progress["loss"]
+            progress["loss"] = loss if math.isnan(mean_loss) else 0.97 * mean_loss + 0.03 * loss
             progress["steps"] = step + 1
-            progress["minutes"] = minutes + (time.monotonic() - begun) / 60
+            progress["minutes"] = minutes_before + (time.monotonic() - start) / 60
             if (step + 1) % 25 == 0:
                 print(
                     f"{step + 1:5d}/{self._recipe.steps}  loss {progress['loss']:.4f}"
@@ -330,15 +334,17 @@ class Trainer:
         recipe = self._recipe
         has_text = not self._trains_image_encoder or step >= recipe.image_steps
 
-        def compute(part: int) -> tuple[float, tuple[Tensor | None, ...]]:
+        def compute_part(part: int) -> tuple[float, tuple[Tensor | None, ...]]:
             rng = Random(f"drawings {step}, part {part}, of {recipe.seed}")
-            count = recipe.drawings_per_step // recipe.workers
-            loss = self._loss([self._rows.make(rng) for _ in range(count)], has_text=has_text)
+            num_rows = recipe.drawings_per_step // recipe.workers
+            loss = self._loss([self._rows.make(rng) for _ in range(num_rows)], has_text=has_text)
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             return loss.item(), gradients
 
-        losses, parts = zip(*self._pool.map(compute, range(recipe.workers)), strict=True)
-        for parameter, gradients in zip(self._parameters, zip(*parts, strict=True), strict=True):
+        results = self._pool.map(compute_part, range(recipe.workers))
+        losses, part_gradients = zip(*results, strict=True)
+        for parameter, *gradients in zip(self._parameters, *part_gradients, strict=True):
+            # A gradient is None if the part does not use the parameter.
             used = [gradient for gradient in gradients if gradient is not None]
             if used:
                 parameter.grad = torch.stack(used).sum(0) / recipe.workers
@@ -359,53 +365,51 @@ class Trainer:
             features = self.model.model.vision_tower(pixels).last_hidden_state
         if not self._trains_image_encoder:
             return self._text_loss(rows, features)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            patch_logits = self._classify(features).float().flatten(0, 1)
-        labels = torch.tensor([astuple(label) for row in rows for label in row.patches])
-        parts = zip(patch_logits.split(_LABEL_SIZES, dim=-1), labels.unbind(dim=-1), strict=True)
-        patch_loss = torch.stack([F.cross_entropy(logits, label) for logits, label in parts]).sum()
+        patch_loss = self._patch_loss(rows, features)
         return patch_loss + self._text_loss(rows, features) if has_text else patch_loss
 
-    def _text_loss(self, rows: list[Row], features: Tensor) -> Tensor:
-        """Return the cross entropy of the target tokens.
+    def _patch_loss(self, rows: list[Row], features: Tensor) -> Tensor:
+        """Return the sum of the cross entropies of the attributes of the patches.
 
         Args:
             rows: the rows.
             features: the features of the patches of all drawings, [num_drawings, patches, size].
         """
-        samples = [row.sample for row in rows]
-        token_ids = pad([sample.token_ids for sample in samples], 0)
-        targets = pad([next_tokens(sample) for sample in samples], -100)
-        branches = pad([sample.branch for sample in samples], -1)
-        is_target = targets != -100
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            all_logits = self._patch_classifier(features).float().flatten(0, 1)
+        labels = torch.tensor([astuple(label) for row in rows for label in row.patches])
+        attributes = zip(all_logits.split(_LABEL_SIZES, dim=-1), labels.unbind(dim=-1), strict=True)
+        return torch.stack([F.cross_entropy(logits, label) for logits, label in attributes]).sum()
+
+    def _text_loss(self, rows: list[Row], features: Tensor) -> Tensor:
+        """Return the cross entropy of the target tokens. See `_patch_loss` for the arguments."""
+        batch = make_batch([row.sample for row in rows])
+        is_target = batch.labels != NO_TARGET
+        image_token = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         inner = self.model.model
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            embeddings = inner.get_input_embeddings()(token_ids)
-            is_image = (token_ids == self._image_token)[:, :, None].expand_as(embeddings)
+            embeddings = inner.get_input_embeddings()(batch.token_ids)
+            is_image = (batch.token_ids == image_token)[:, :, None].expand_as(embeddings)
             projected = inner.multi_modal_projector(features).to(embeddings)
             hidden = inner.language_model(
                 inputs_embeds=embeddings.masked_scatter(is_image, projected),
-                position_ids=pad([sample.positions for sample in samples], 0),
-                attention_mask={"full_attention": attention_mask(branches)},
+                position_ids=batch.positions,
+                attention_mask={"full_attention": attention_mask(batch.branch)},
                 use_cache=False,
             ).last_hidden_state
             logits = self.model.lm_head(hidden[is_target])
-        return F.cross_entropy(logits.float(), targets[is_target])
+        return F.cross_entropy(logits.float(), batch.labels[is_target])
 
-    def save(self, folder: Path, figures: dict[str, float]) -> None:
+    def save(self, folder: Path, results: dict[str, float]) -> None:
         """Write the checkpoint in Hugging Face layout, with a record of its training."""
-        end = self.tokenizer.convert_tokens_to_ids(TURN_END)
-        padding = self.tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-        self.model.generation_config = GenerationConfig(
-            do_sample=False, eos_token_id=[end, padding], pad_token_id=padding
-        )
+        self.model.generation_config = generation_config(self.tokenizer)
         self.model.set_attn_implementation("sdpa")
         self.model.eval().save_pretrained(folder)
         self.processor.save_pretrained(folder)
-        record = {"recipe": asdict(self._recipe), **figures, "torch": torch.__version__}
+        record = {"recipe": asdict(self._recipe), **results, "torch": torch.__version__}
         if self._previous is not None:
             record["previous"] = self._previous
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def main() -> None:
@@ -424,12 +428,9 @@ def main() -> None:
         metavar="FOLDER",
         help="a checkpoint to improve, of which only the language model is trained",
     )
-    for name, value in asdict(Recipe()).items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
+    add_recipe_flags(parser, Recipe())
     arguments = vars(parser.parse_args())
-    output, work = arguments.pop("output"), arguments.pop("work")
-    start_from = arguments.pop("start_from")
+    output, work, start_from = (arguments.pop(name) for name in ("output", "work", "start_from"))
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     trainer = Trainer(Recipe(**arguments), work, start_from)

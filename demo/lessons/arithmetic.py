@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from .base import Exchange, draw, plain, vary
+from .base import Candidate, Exchange, draw, plain, vary
 
 LARGEST = 99
 LARGEST_FACTOR = 12
@@ -28,43 +28,58 @@ _TIMES = (
     "What is {a} times {b}?", "Multiply {a} by {b}.", "How much is {a} x {b}?",
     "What's {a} times {b}?", "Compute {a} * {b}.", "What is the product of {a} and {b}?",
 )  # fmt: skip
+
 TOO_LARGE = "Sorry, that is too large for me: I add and subtract up to 99 and multiply up to 12."
 
 
 def explain_sum(a: int, b: int) -> str:
-    """Explain `a + b` with the written method: ones, carry, tens."""
-    ones = a % 10 + b % 10
-    steps = [f"Ones: {a % 10} + {b % 10} = {ones}"]
-    steps.append(f", write {ones % 10}, carry {ones // 10}." if ones > 9 else ".")
-    if a > 9 or b > 9:
-        carried = " + 1" if ones > 9 else ""
-        steps.append(f" Tens: {a // 10} + {b // 10}{carried} = {a // 10 + b // 10 + ones // 10}.")
-    return "".join(steps)
+    """Explain `a + b` digit by digit.
+
+    Example: 47 + 38 becomes `Ones: 7 + 8 = 15, write 5, carry 1. Tens: 4 + 3 + 1 = 8.`
+    """
+    tens_a, ones_a = divmod(a, 10)
+    tens_b, ones_b = divmod(b, 10)
+    ones = ones_a + ones_b
+    carry = ones // 10
+    text = f"Ones: {ones_a} + {ones_b} = {ones}"
+    text += f", write {ones % 10}, carry {carry}." if carry else "."
+    if tens_a or tens_b:
+        carried = f" + {carry}" if carry else ""
+        text += f" Tens: {tens_a} + {tens_b}{carried} = {tens_a + tens_b + carry}."
+    return text
 
 
 def explain_difference(a: int, b: int) -> str:
-    """Explain `a - b` with the written method. If `a < b`, explain `b - a`."""
-    turned = ""
+    """Explain `a - b` digit by digit. If `a < b`, explain `b - a`.
+
+    Example: 52 - 38 becomes `Ones: 12 - 8 = 4, borrow 1. Tens: 5 - 3 - 1 = 1.`
+    """
     if a < b:
-        turned = f"{a} is less than {b}, so turn it round: {b} - {a}. "
-        a, b = b, a
-    borrow = a % 10 < b % 10
-    ones = a % 10 + 10 * borrow
-    steps = [turned, f"Ones: {ones} - {b % 10} = {ones - b % 10}", ", borrow 1." if borrow else "."]
-    if a > 9:
-        borrowed = " - 1" if borrow else ""
-        steps.append(f" Tens: {a // 10} - {b // 10}{borrowed} = {a // 10 - b // 10 - borrow}.")
-    return "".join(steps)
+        return f"{a} is less than {b}, so turn it round: {b} - {a}. {explain_difference(b, a)}"
+    tens_a, ones_a = divmod(a, 10)
+    tens_b, ones_b = divmod(b, 10)
+    borrow = int(ones_a < ones_b)
+    upper = ones_a + 10 * borrow
+    text = f"Ones: {upper} - {ones_b} = {upper - ones_b}"
+    text += f", borrow {borrow}." if borrow else "."
+    if tens_a:
+        borrowed = f" - {borrow}" if borrow else ""
+        text += f" Tens: {tens_a} - {tens_b}{borrowed} = {tens_a - tens_b - borrow}."
+    return text
 
 
 def explain_product(a: int, b: int) -> str:
-    """Explain `a * b`: for a factor above ten, as ten times `b` and the rest."""
+    """Explain `a * b`. If `a` is greater than ten, add ten times `b` and the rest.
+
+    Example: 12 * 7 becomes `10 * 7 = 70. 2 * 7 = 14. Together 84.`
+    """
     if a > 10:
         return f"10 * {b} = {10 * b}. {a - 10} * {b} = {(a - 10) * b}. Together {a * b}."
     return f"From the table: {a} * {b} = {a * b}."
 
 
 def _operand(rng: Random) -> int:
+    """Draw a number up to 99, which in most cases has two digits."""
     return rng.randint(0, LARGEST) if rng.random() < 0.2 else rng.randint(10, LARGEST)
 
 
@@ -76,26 +91,29 @@ def plus_request(rng: Random, a: int, b: int) -> str:
 def sums(rng: Random, held_out: bool) -> Exchange:
     """Ask for a sum of numbers up to 99. The pair of numbers decides what is held out."""
 
-    def make() -> tuple[str, Exchange]:
+    def propose() -> Candidate[Exchange]:
         a, b = _operand(rng), _operand(rng)
-        user = vary(rng, rng.choice(_PLUS).format(a=a, b=b))
-        return f"{a}+{b}", plain("addition", user, explain_sum(a, b), f"{a} + {b} = {a + b}")
+        user = vary(rng, plus_request(rng, a, b))
+        answer = f"{a} + {b} = {a + b}"
+        exchange = plain("addition", user, reasoning=explain_sum(a, b), answer=answer)
+        return Candidate(key=f"{a}+{b}", example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def differences(rng: Random, held_out: bool) -> Exchange:
     """Ask for a difference of numbers up to 99. The pair decides what is held out."""
 
-    def make() -> tuple[str, Exchange]:
+    def propose() -> Candidate[Exchange]:
         a, b = _operand(rng), _operand(rng)
         if a < b and rng.random() < 0.5:
             a, b = b, a
         user = vary(rng, rng.choice(_MINUS).format(a=a, b=b))
-        reasoning = explain_difference(a, b)
-        return f"{a}-{b}", plain("subtraction", user, reasoning, f"{a} - {b} = {a - b}")
+        answer = f"{a} - {b} = {a - b}"
+        exchange = plain("subtraction", user, reasoning=explain_difference(a, b), answer=answer)
+        return Candidate(key=f"{a}-{b}", example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def products(rng: Random, held_out: bool) -> Exchange:
@@ -104,27 +122,33 @@ def products(rng: Random, held_out: bool) -> Exchange:
     The model learns the table by heart, so each pair appears in training in some words.
     """
 
-    def make() -> tuple[str, Exchange]:
+    def propose() -> Candidate[Exchange]:
         a, b = rng.randint(0, LARGEST_FACTOR), rng.randint(0, LARGEST_FACTOR)
-        user = rng.choice(_TIMES).format(a=a, b=b)
-        reasoning = explain_product(a, b)
-        return user, plain("times table", vary(rng, user), reasoning, f"{a} * {b} = {a * b}")
+        request = rng.choice(_TIMES).format(a=a, b=b)
+        user, answer = vary(rng, request), f"{a} * {b} = {a * b}"
+        exchange = plain("times table", user, reasoning=explain_product(a, b), answer=answer)
+        return Candidate(key=request, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def too_large(rng: Random, held_out: bool) -> Exchange:
     """Ask with numbers that are too large for the model. The answer says so."""
 
-    def make() -> tuple[str, Exchange]:
-        forms: tuple[str, ...]
-        if rng.random() < 0.3:
-            a, b, forms = rng.randint(13, 999), rng.randint(2, 999), _TIMES
-        else:
-            a, b, forms = rng.randint(100, 9999), rng.randint(1, 9999), rng.choice((_PLUS, _MINUS))
+    def propose() -> Candidate[Exchange]:
+        a, b, wordings = _large_numbers(rng)
         if rng.random() < 0.5:
             a, b = b, a
-        user = rng.choice(forms).format(a=a, b=b)
-        return user, plain("declines", vary(rng, user), "These numbers are too large.", TOO_LARGE)
+        request = rng.choice(wordings).format(a=a, b=b)
+        reasoning = "These numbers are too large."
+        exchange = plain("declines", vary(rng, request), reasoning=reasoning, answer=TOO_LARGE)
+        return Candidate(key=request, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
+
+
+def _large_numbers(rng: Random) -> tuple[int, int, tuple[str, ...]]:
+    """Draw two numbers of which the first is too large, and the wordings of an operation."""
+    if rng.random() < 0.3:
+        return rng.randint(13, 999), rng.randint(2, 999), _TIMES
+    return rng.randint(100, 9999), rng.randint(1, 9999), rng.choice((_PLUS, _MINUS))

@@ -6,12 +6,14 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 Message = dict[str, Any]
 HELD_OUT_ONE_IN = 8
-_MAX_TRIES = 1000
+NEVER_TRAINED = ""
+"""A key of examples that must not occur in training. (`is_held_out` returns True for it.)"""
+_MAX_PROPOSALS = 1000
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Exchange:
     Attributes:
         skill: The row of the evaluation table in which this exchange is counted.
         messages: OpenAI messages: user, assistant, and for tools also tool results and a second
-            assistant message. Assistant messages carry `reasoning_content`.
+            assistant message. Assistant messages contain `reasoning_content`.
     """
 
     skill: str
@@ -38,41 +40,64 @@ class Dialogue:
     thinking: bool
 
 
+class Candidate(NamedTuple, Generic[T]):
+    """An example that a lesson proposes.
+
+    Attributes:
+        key: Decides whether the example belongs to the evaluation or to the training.
+        example: The proposed exchange, exchanges or drawing.
+    """
+
+    key: str
+    example: T
+
+
+class Turn(NamedTuple):
+    """A question of the user, and the assistant's reasoning and answer."""
+
+    question: str
+    reasoning: str
+    answer: str
+
+
 class NoKeyError(Exception):
-    """No key of an exchange belongs to the evaluation, or none belongs to training."""
+    """The error of a lesson that has no example for the evaluation, or none for the training."""
 
 
 def is_held_out(key: str) -> bool:
-    """Return whether prompts with this key belong to the evaluation and never to training."""
+    """Return whether examples with this key belong to the evaluation and never to training."""
     return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0
 
 
-def draw(make: Callable[[], tuple[str, T]], held_out: bool) -> T:
-    """Call `make` until it returns a key that is held out, or a key for training.
+def draw(propose: Callable[[], Candidate[T]], held_out: bool) -> T:
+    """Return the first proposed example whose key belongs to the evaluation or to the training.
 
     Args:
-        make: Returns a key, and the value to return.
-        held_out: Whether the key must be held out.
+        propose: Draws a candidate.
+        held_out: Whether the example is for the evaluation.
 
     Raises:
-        NoKeyError: `make` does not return such a key. For example, a tool without parameters has
-            only a few prompts, and possibly none of them is held out.
+        NoKeyError: no candidate has such a key. For example, a tool without parameters has only a
+            few prompts, and possibly none of them is held out.
     """
-    for _ in range(_MAX_TRIES):
-        key, made = make()
-        if is_held_out(key) == held_out:
-            return made
-    raise NoKeyError(f"none of {_MAX_TRIES} keys has held_out={held_out}")
+    for _ in range(_MAX_PROPOSALS):
+        candidate = propose()
+        if is_held_out(candidate.key) == held_out:
+            return candidate.example
+    raise NoKeyError(f"none of {_MAX_PROPOSALS} keys has held_out={held_out}")
 
 
-def plain(skill: str, user: str, reasoning: str, content: str) -> Exchange:
+def plain(skill: str, user: str, *, reasoning: str, answer: str) -> Exchange:
     """Return an exchange without tools."""
-    answer = {"role": "assistant", "reasoning_content": reasoning, "content": content}
-    return Exchange(skill, ({"role": "user", "content": user}, answer))
+    reply = {"role": "assistant", "reasoning_content": reasoning, "content": answer}
+    return Exchange(skill, ({"role": "user", "content": user}, reply))
 
 
 def vary(rng: Random, text: str) -> str:
-    """Return the text with careless spelling: no capital, no question mark, or an opener."""
+    """Return the text with the careless spelling of a chat, in about a third of the calls.
+
+    Example: `What is 2 + 2?` becomes `What is 2 + 2`, `what is 2 + 2?` or `Hey, What is 2 + 2?`.
+    """
     if rng.random() < 0.12:
         text = text.rstrip("?.!")
     if rng.random() < 0.12:
@@ -86,3 +111,13 @@ def listing(items: Iterable[str]) -> str:
     """Join words as in `a`, `a and b`, or `a, b and c`."""
     *head, last = items
     return f"{', '.join(head)} and {last}" if head else last
+
+
+def capitalised(text: str) -> str:
+    """Return the text with a capital at the beginning. Other letters stay as they are."""
+    return text[0].upper() + text[1:]
+
+
+def with_article(noun: str) -> str:
+    """Return `a` or `an` and the noun."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .base import draw, listing
+from .base import Candidate, capitalised, draw, listing, with_article
 
 Point = tuple[float, float]
-Question = tuple[str, str, str]
 
 MAX_SHAPES = 4
 COLOURS = {
@@ -32,8 +32,19 @@ NAMES = ("background", *SHAPES, *"0123456789")
 WORDS = ("no", "one", "two", "three", "four", "five", "six")
 # A shape on a background of a similar colour cannot be seen.
 _SIMILAR = ({"yellow", "white"}, {"yellow", "orange"}, {"purple", "blue"}, {"red", "orange"})
-_NO_PICTURE = "Please send me a picture. I can only talk about drawings."
+# Each shape lies near the middle of a cell of a grid with this number of rows and columns.
 _GRID = 3
+
+
+class Question(NamedTuple):
+    """A question about a drawing.
+
+    Example: `Question("colour", "What colour is the circle?", "Red.")`.
+    """
+
+    skill: str
+    text: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -84,34 +95,49 @@ def make_drawing(rng: Random, *, held_out: bool) -> Drawing:
     drawing of the training has the content of a held-out drawing, at whatever places.
     """
 
-    def make() -> tuple[str, Drawing]:
+    def propose() -> Candidate[Drawing]:
         drawing = _any_drawing(rng)
-        return drawing.content, drawing
+        return Candidate(key=drawing.content, example=drawing)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def _any_drawing(rng: Random) -> Drawing:
-    side = rng.randrange(96, 257)
-    size = (side, round(side * rng.uniform(0.85, 1.18)))
+    """Draw a size, a background, and either one digit or up to four shapes."""
+    width = rng.randrange(96, 257)
+    height = round(width * rng.uniform(0.85, 1.18))
     background = rng.choice(["white", "white", "black", *COLOURS])
     colours = [name for name in COLOURS if _is_visible(name, background)]
-    if rng.random() < 0.25:
-        centre = (rng.uniform(0.38, 0.62), rng.uniform(0.38, 0.62))
-        digit = Item(str(rng.randrange(10)), rng.choice(colours), centre, rng.uniform(0.22, 0.36))
-        return Drawing(size, background, (digit,))
+    items = [_digit(rng, colours)] if rng.random() < 0.25 else _shapes(rng, colours)
+    return Drawing((width, height), background, tuple(items))
+
+
+def _digit(rng: Random, colours: list[str]) -> Item:
+    """Draw a large digit near the middle."""
+    centre = (rng.uniform(0.38, 0.62), rng.uniform(0.38, 0.62))
+    digit = str(rng.randrange(10))
+    return Item(digit, rng.choice(colours), centre, radius=rng.uniform(0.22, 0.36))
+
+
+def _shapes(rng: Random, colours: list[str]) -> list[Item]:
+    """Draw shapes in different cells of the grid, or one shape of any size near the middle."""
     # Few kinds of shapes and colours, so that several shapes are often equal.
     kinds = rng.sample(SHAPES, rng.randint(1, 3))
     colours = rng.sample(colours, rng.randint(1, 3))
     cells = rng.sample(range(_GRID**2), rng.randint(1, MAX_SHAPES))
-    items = [
-        Item(rng.choice(kinds), rng.choice(colours), _place(rng, cell), rng.uniform(0.09, 0.14))
+    shapes = [
+        Item(
+            rng.choice(kinds),
+            rng.choice(colours),
+            centre=_place(rng, cell),
+            radius=rng.uniform(0.09, 0.14),
+        )
         for cell in cells
     ]
-    if len(items) == 1:
-        centre = (rng.uniform(0.35, 0.65), rng.uniform(0.35, 0.65))
-        items = [Item(items[0].name, items[0].colour, centre, rng.uniform(0.1, 0.32))]
-    return Drawing(size, background, tuple(items))
+    if len(shapes) > 1:
+        return shapes
+    centre = (rng.uniform(0.35, 0.65), rng.uniform(0.35, 0.65))
+    return [replace(shapes[0], centre=centre, radius=rng.uniform(0.1, 0.32))]
 
 
 def _is_visible(colour: str, background: str) -> bool:
@@ -120,50 +146,59 @@ def _is_visible(colour: str, background: str) -> bool:
 
 def _place(rng: Random, cell: int) -> Point:
     """Return a random point near the centre of a cell of the grid."""
-    x, y = cell % _GRID, cell // _GRID
-    return tuple((at + 0.5 + rng.uniform(-0.1, 0.1)) / _GRID for at in (x, y))  # type: ignore[return-value]
+    row, column = divmod(cell, _GRID)
+    x = (column + 0.5 + rng.uniform(-0.1, 0.1)) / _GRID
+    y = (row + 0.5 + rng.uniform(-0.1, 0.1)) / _GRID
+    return x, y
 
 
 def render(drawing: Drawing, rng: Random) -> Image.Image:
     """Return a drawing as an image in RGB. Colours and outlines vary a little."""
-    width, height = drawing.size
     image = Image.new("RGB", drawing.size, _shade(rng, drawing.background))
     pen = ImageDraw.Draw(image)
     for item in drawing.items:
-        x, y = item.centre[0] * width, item.centre[1] * height
-        radius = item.radius * min(width, height)
-        colour = _shade(rng, item.colour)
-        if item.name.isdigit():
-            font = ImageFont.load_default(2.6 * radius)
-            pen.text((x, y), item.name, colour, font, anchor="mm")
-        elif item.name == "circle":
-            pen.ellipse((x - radius, y - radius, x + radius, y + radius), colour)
-        else:
-            pen.polygon(_corners(item.name, x, y, radius, rng.uniform(-0.15, 0.15)), colour)
+        _draw_item(pen, item, drawing.size, rng)
     return image
 
 
+def _draw_item(
+    pen: ImageDraw.ImageDraw, item: Item, image_size: tuple[int, int], rng: Random
+) -> None:
+    """Draw a digit, a circle or the polygon of another shape."""
+    width, height = image_size
+    x, y = item.centre[0] * width, item.centre[1] * height
+    radius = item.radius * min(width, height)
+    colour = _shade(rng, item.colour)
+    if item.name.isdigit():
+        font = ImageFont.load_default(2.6 * radius)
+        pen.text((x, y), item.name, colour, font, anchor="mm")
+    elif item.name == "circle":
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), colour)
+    else:
+        pen.polygon(_corners(item.name, x, y, radius, turn=rng.uniform(-0.15, 0.15)), colour)
+
+
 def _shade(rng: Random, colour: str) -> tuple[int, ...]:
+    """Return the RGB values of a colour with a small random change."""
     return tuple(max(0, min(255, value + rng.randint(-12, 12))) for value in COLOURS[colour])
 
 
+class _Polar(NamedTuple):
+    """A corner of a shape of radius 1. The angle starts at the top and grows clockwise."""
+
+    distance: float
+    angle: float
+
+
 def _corners(shape: str, x: float, y: float, radius: float, turn: float) -> list[Point]:
-    """Return the corners of a shape around a point, turned by an angle in radians."""
-    if shape == "cross":
-        arm = 0.34
-        steps = [(arm, 1), (arm, arm), (1, arm), (1, -arm), (arm, -arm), (arm, -1)]
-        polar = [(math.hypot(a, b), math.atan2(a, b)) for a, b in steps]
-        polar += [(distance, angle + math.pi) for distance, angle in polar]
-    else:
-        lengths = {"square": [1.2] * 4, "triangle": [1.15] * 3, "star": [1.2, 0.48] * 5}[shape]
-        first = math.pi / 4 if shape == "square" else 0.0
-        polar = [
-            (length, first + 2 * math.pi * number / len(lengths))
-            for number, length in enumerate(lengths)
-        ]
+    """Return the corners of a shape around the point (x, y), turned by an angle in radians."""
+    corners = _cross_corners() if shape == "cross" else _star_corners(shape)
     return [
-        (x + radius * d * math.sin(angle + turn), y - radius * d * math.cos(angle + turn))
-        for d, angle in polar
+        (
+            x + radius * corner.distance * math.sin(corner.angle + turn),
+            y - radius * corner.distance * math.cos(corner.angle + turn),
+        )
+        for corner in corners
     ]
 
 
@@ -182,54 +217,78 @@ class PatchLabel:
     is_centre: int
 
 
+def _cross_corners() -> list[_Polar]:
+    """Return the twelve corners of a cross whose arms have the length 1."""
+    arm = 0.34  # half the width of an arm
+    right_half = [(arm, 1), (arm, arm), (1, arm), (1, -arm), (arm, -arm), (arm, -1)]
+    corners = [_Polar(math.hypot(x, y), math.atan2(x, y)) for x, y in right_half]
+    left_half = [_Polar(corner.distance, corner.angle + math.pi) for corner in corners]
+    return corners + left_half
+
+
+def _star_corners(shape: str) -> list[_Polar]:
+    """Return the corners of a square, triangle or star, which have equal angles between them."""
+    distances = {"square": [1.2] * 4, "triangle": [1.15] * 3, "star": [1.2, 0.48] * 5}[shape]
+    first_angle = math.pi / 4 if shape == "square" else 0.0
+    return [
+        _Polar(distance, first_angle + 2 * math.pi * number / len(distances))
+        for number, distance in enumerate(distances)
+    ]
+
+
 def patch_labels(drawing: Drawing, patches_per_side: int) -> list[PatchLabel]:
     """Return what each patch shows, by rows.
 
-    A patch shows an item if it contains the item's centre, or if the patch's centre is within the
-    item's radius.
+    A patch shows an item if it contains the item's centre, or if the item covers its middle.
     """
-    width, height = drawing.size
-    scale = min(width, height)
-    colours = list(COLOURS)
-    # The patch that contains the centre of an item, by row and column.
-    items = {
-        tuple(int(at * patches_per_side) for at in reversed(item.centre)): item
+    items_by_patch = {
+        (int(y * patches_per_side), int(x * patches_per_side)): item
         for item in drawing.items
+        for x, y in [item.centre]
     }
+    colours = list(COLOURS)
     labels = []
-    for number in range(patches_per_side**2):
-        cell = divmod(number, patches_per_side)
-        y, x = ((at + 0.5) / patches_per_side for at in cell)
-        shown = items.get(cell)
-        for item in drawing.items:
-            distance = math.hypot((x - item.centre[0]) * width, (y - item.centre[1]) * height)
-            if shown is None and distance < 1.1 * item.radius * scale:
-                shown = item
-        name = 0 if shown is None else NAMES.index(shown.name)
-        colour = colours.index(drawing.background if shown is None else shown.colour)
-        labels.append(PatchLabel(name, colour, int(cell in items)))
+    for row, column in itertools.product(range(patches_per_side), repeat=2):
+        middle = ((column + 0.5) / patches_per_side, (row + 0.5) / patches_per_side)
+        item = items_by_patch.get((row, column)) or _item_at(drawing, middle)
+        label = PatchLabel(
+            name=NAMES.index(item.name) if item else 0,
+            colour=colours.index(item.colour if item else drawing.background),
+            is_centre=int((row, column) in items_by_patch),
+        )
+        labels.append(label)
     return labels
 
 
-def make_questions(drawing: Drawing, rng: Random) -> list[Question]:
-    """Return questions about a drawing, in random order.
+def _item_at(drawing: Drawing, point: Point) -> Item | None:
+    """Return the first item that covers a point, or None."""
+    width, height = drawing.size
+    for item in drawing.items:
+        distance = math.hypot(
+            (point[0] - item.centre[0]) * width, (point[1] - item.centre[1]) * height
+        )
+        # The corners of most shapes are up to 20 % farther from the centre than the radius.
+        if distance < 1.1 * item.radius * min(width, height):
+            return item
+    return None
 
-    Each question is a tuple of its skill, its text and its answer, such as
-    ("colour", "What colour is the circle?", "Red.").
-    """
+
+def make_questions(drawing: Drawing, rng: Random) -> list[Question]:
+    """Return questions about a drawing, in random order."""
     makers = [_describe, _background, *(_DIGIT if drawing.digit else _SHAPE_QUESTIONS)]
-    found = [question for make in makers for question in make(drawing, rng)]
-    rng.shuffle(found)
-    return found
+    questions = [question for make in makers for question in make(drawing, rng)]
+    rng.shuffle(questions)
+    return questions
 
 
 def _background(drawing: Drawing, rng: Random) -> list[Question]:
     colour = _colour_word(rng)
     text = rng.choice([f"What {colour} is the background?", f"Which {colour} is behind it?"])
-    return [("background", text, _sentence(drawing.background))]
+    return [Question("background", text, _as_sentence(drawing.background))]
 
 
 def _describe(drawing: Drawing, rng: Random) -> list[Question]:
+    """Ask for a description, such as `A red star and two blue circles on white.`."""
     text = rng.choice(
         [
             "What is in this picture?",
@@ -240,18 +299,13 @@ def _describe(drawing: Drawing, rng: Random) -> list[Question]:
             "What is this?",
         ]
     )
-    counts = sorted(Counter(item.text for item in drawing.items).items())
     if drawing.digit:
-        counted = [f"a {drawing.items[0].colour} {drawing.digit}"]
+        content = f"a {drawing.items[0].colour} {drawing.digit}"
     else:
-        counted = [f"{_article(name, count)} {_plural(name, count)}" for name, count in counts]
-    return [("description", text, _sentence(f"{listing(counted)} on {drawing.background}"))]
-
-
-def _article(name: str, count: int) -> str:
-    if count > 1:
-        return WORDS[count]
-    return "an" if name[0] in "aeio" else "a"
+        counts = Counter(item.text for item in drawing.items)
+        content = listing(_counted(name, counts[name]) for name in sorted(counts))
+    answer = _as_sentence(f"{content} on {drawing.background}")
+    return [Question("description", text, answer)]
 
 
 def _read_digit(drawing: Drawing, rng: Random) -> list[Question]:
@@ -260,36 +314,50 @@ def _read_digit(drawing: Drawing, rng: Random) -> list[Question]:
     text = rng.choice(
         [f"What {digit} is this?", f"Which {digit} do you see?", f"Read the {digit}."]
     )
-    colour = f"What {_colour_word(rng)} is the {digit}?"
-    return [("digit", text, f"{item.name}."), ("colour", colour, _sentence(item.colour))]
+    colour_text = f"What {_colour_word(rng)} is the {digit}?"
+    return [
+        Question("digit", text, f"{item.name}."),
+        Question("colour", colour_text, _as_sentence(item.colour)),
+    ]
 
 
 def _count_all(drawing: Drawing, rng: Random) -> list[Question]:
     thing = rng.choice(["shapes", "things", "objects"])
     text = f"How many {thing} {rng.choice(['are there', 'do you see', 'are in the picture'])}?"
-    return [("count", text, _sentence(WORDS[len(drawing.items)]))]
+    return [Question("count", text, _as_sentence(WORDS[len(drawing.items)]))]
 
 
 def _count_kind(drawing: Drawing, rng: Random) -> list[Question]:
-    """Return two questions about how many shapes have a name, a colour, or both."""
+    """Ask two questions such as `How many red shapes are there?`."""
     questions = []
-    for has in rng.sample(_KINDS, 2):
-        wanted = _like(drawing, rng)
-        count = sum(has(item, wanted) for item in drawing.items)
-        names = {_has_shape: wanted.name, _has_colour: f"{wanted.colour} shape"}
-        name = _plural(names.get(has, wanted.text), 2)
-        text = f"How many {name} {rng.choice(['are there', 'do you see'])}?"
-        questions.append(("count", text, _sentence("none" if count == 0 else WORDS[count])))
+    for aspect in rng.sample(["shape", "colour", "shape and colour"], 2):
+        noun = _noun(_wanted_item(drawing, rng), aspect)
+        count = sum(_noun(item, aspect) == noun for item in drawing.items)
+        text = f"How many {_plural(noun)} {rng.choice(['are there', 'do you see'])}?"
+        questions.append(Question("count", text, _as_sentence(WORDS[count] if count else "none")))
     return questions
 
 
+def _noun(item: Item, aspect: str) -> str:
+    """Return the noun for all items that have the same shape, colour, or shape and colour.
+
+    Example: `circle`, `red shape` or `red circle`.
+    """
+    return {
+        "shape": item.name,
+        "colour": f"{item.colour} shape",
+        "shape and colour": item.text,
+    }[aspect]
+
+
 def _exists(drawing: Drawing, rng: Random) -> list[Question]:
+    """Ask two questions such as `Is there a red circle?`."""
     questions = []
     for _ in range(2):
-        wanted = _like(drawing, rng)
-        is_there = any(_has_both(item, wanted) for item in drawing.items)
-        text = f"Is there {_article(wanted.text, 1)} {wanted.text}?"
-        questions.append(("yes or no", text, "Yes." if is_there else "No."))
+        wanted = _wanted_item(drawing, rng).text
+        exists = any(item.text == wanted for item in drawing.items)
+        text = f"Is there {with_article(wanted)}?"
+        questions.append(Question("yes or no", text, "Yes." if exists else "No."))
     return questions
 
 
@@ -301,55 +369,71 @@ def _like(drawing: Drawing, rng: Random) -> Item:
     return Item(name, colour, (0, 0), 0)
 
 
-def _has_shape(item: Item, wanted: Item) -> bool:
-    return item.name == wanted.name
-
-
-def _has_colour(item: Item, wanted: Item) -> bool:
-    return item.colour == wanted.colour
-
-
-def _has_both(item: Item, wanted: Item) -> bool:
-    return item.text == wanted.text
+def _wanted_item(drawing: Drawing, rng: Random) -> Item:
+    """Return an item to ask for. In most cases, its shape and its colour occur in the drawing."""
+    first, second = rng.choice(drawing.items), rng.choice(drawing.items)
+    name = rng.choice(SHAPES) if rng.random() < 0.25 else first.name
+    colour = rng.choice(list(COLOURS)) if rng.random() < 0.25 else second.colour
+    return Item(name, colour, centre=(0, 0), radius=0)
 
 
 def _colour_of(drawing: Drawing, rng: Random) -> list[Question]:
     """Ask for the colour of a shape that occurs once."""
     counts = Counter(item.name for item in drawing.items)
-    single = [item for item in drawing.items if counts[item.name] == 1]
-    if not single:
+    unique = [item for item in drawing.items if counts[item.name] == 1]
+    if not unique:
         return []
-    item = rng.choice(single)
+    item = rng.choice(unique)
     text = f"What {_colour_word(rng)} is the {item.name}?"
-    return [("colour", text, _sentence(item.colour))]
+    return [Question("colour", text, _as_sentence(item.colour))]
 
 
 def _shape_of(drawing: Drawing, rng: Random) -> list[Question]:
     """Ask for the shape whose colour occurs once, or for the only shape."""
     counts = Counter(item.colour for item in drawing.items)
-    single = [item for item in drawing.items if counts[item.colour] == 1]
-    if not single:
+    unique = [item for item in drawing.items if counts[item.colour] == 1]
+    if not unique:
         return []
-    item = rng.choice(single)
-    name = "this" if len(drawing.items) == 1 else f"the {item.colour} one"
-    return [("shape", f"What shape is {name}?", _sentence(f"{_article(item.name, 1)} {item.name}"))]
+    item = rng.choice(unique)
+    subject = "this" if len(drawing.items) == 1 else f"the {item.colour} one"
+    return [Question("shape", f"What shape is {subject}?", _as_sentence(with_article(item.name)))]
+
+
+class _Side(NamedTuple):
+    """A side of the drawing. The coordinate of its axis is 0 at the left and at the top."""
+
+    words: str
+    axis: int
+    is_at_zero: bool
+
+
+_SIDES = (
+    _Side("on the left", axis=0, is_at_zero=True),
+    _Side("on the right", axis=0, is_at_zero=False),
+    _Side("at the top", axis=1, is_at_zero=True),
+    _Side("at the bottom", axis=1, is_at_zero=False),
+)
+_CLEAR_DISTANCE = 0.2
 
 
 def _extreme(drawing: Drawing, rng: Random) -> list[Question]:
-    """Ask for the shape that is farthest to one side, if its distance to the others is clear."""
-    side, axis, sign = rng.choice(
-        [("left", 0, 1), ("right", 0, -1), ("at the top", 1, 1), ("at the bottom", 1, -1)]
+    """Ask for the shape that is farthest to one side, if the next shape is not near that side."""
+    side = rng.choice(_SIDES)
+    ordered = sorted(
+        drawing.items,
+        key=lambda item: item.centre[side.axis] if side.is_at_zero else -item.centre[side.axis],
     )
-    ordered = sorted(drawing.items, key=lambda item: sign * item.centre[axis])
-    if len(ordered) < 2 or abs(ordered[0].centre[axis] - ordered[1].centre[axis]) < 0.2:
+    if len(ordered) < 2:
         return []
-    where = side if side.startswith("at") else f"on the {side}"
-    answer = f"{_article(ordered[0].text, 1)} {ordered[0].text}"
-    return [("position", f"What is {where}?", _sentence(answer))]
+    first, second = ordered[:2]
+    if abs(first.centre[side.axis] - second.centre[side.axis]) < _CLEAR_DISTANCE:
+        return []
+    answer = _as_sentence(with_article(first.text))
+    return [Question("position", f"What is {side.words}?", answer)]
 
 
-def no_picture(rng: Random) -> tuple[str, str]:
-    """Return a message without a picture, and the answer."""
+def no_picture(rng: Random) -> Question:
+    """Return a message without a picture. The answer asks for a picture."""
     texts = [
         "Hello!",
         "Hi",
@@ -358,23 +442,26 @@ def no_picture(rng: Random) -> tuple[str, str]:
         "What can you do?",
         "What do you see?",
     ]
-    return rng.choice(texts), _NO_PICTURE
+    answer = "Please send me a picture. I can only talk about drawings."
+    return Question("no picture", rng.choice(texts), answer)
 
 
 def _colour_word(rng: Random) -> str:
     return rng.choice(["colour", "color"])
 
 
-def _plural(name: str, count: int) -> str:
-    if count == 1:
-        return name
-    return f"{name}es" if name.endswith("s") else f"{name}s"
+def _counted(noun: str, count: int) -> str:
+    """Return words such as `a red star` or `two red stars`."""
+    return with_article(noun) if count == 1 else f"{WORDS[count]} {_plural(noun)}"
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
+def _plural(noun: str) -> str:
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
 
 
-_KINDS: list[Callable[[Item, Item], bool]] = [_has_shape, _has_colour, _has_both]
+def _as_sentence(text: str) -> str:
+    return f"{capitalised(text)}."
+
+
 _DIGIT = [_read_digit]
 _SHAPE_QUESTIONS = [_count_all, _count_kind, _exists, _colour_of, _shape_of, _extreme]

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from . import words
-from .base import Exchange, draw, listing, plain
+from .base import Candidate, Exchange, draw, listing, plain
 
 _DOMAINS = ("example.com", "mail.org", "post.net", "example.org")
 _JOBS = ("baker", "nurse", "pilot", "lawyer", "driver", "painter", "engineer", "cook", "farmer",
@@ -57,6 +57,7 @@ _ASK = (
 
 
 def _values(rng: Random) -> dict[str, Any]:
+    """Draw a value for each field that a sentence can mention."""
     name = words.full_name(rng) if rng.random() < 0.6 else words.first_name(rng)
     return {
         "name": name,
@@ -74,22 +75,29 @@ def _values(rng: Random) -> dict[str, Any]:
 
 
 def sentence(rng: Random) -> tuple[str, dict[str, Any]]:
-    """Return a sentence and the fields that it mentions."""
-    form = rng.choice(rng.choice((_PERSON, _PERSON, _ORDER, _EVENT)))
+    """Return a sentence and the fields that it mentions.
+
+    Example: `Ann, 30, Paris.` and `{"name": "Ann", "age": 30, "city": "Paris"}`.
+    """
+    template = rng.choice(rng.choice((_PERSON, _PERSON, _ORDER, _EVENT)))
     values = _values(rng)
-    return form.format(**values), {key: values[key] for key in values if f"{{{key}}}" in form}
+    mentioned = {key: value for key, value in values.items() if f"{{{key}}}" in template}
+    return template.format(**values), mentioned
 
 
 def extract(rng: Random, held_out: bool) -> Exchange:
     """Ask for fields of a sentence as JSON. The sentence decides what is held out."""
 
-    def make() -> tuple[str, Exchange]:
+    def propose() -> Candidate[Exchange]:
         text, values = sentence(rng)
         fields = rng.sample(list(values), rng.randint(min(2, len(values)), len(values)))
-        named = ", ".join(fields) if rng.random() < 0.5 else listing(fields)
-        user = rng.choice(_ASK).format(fields=named, text=text)
-        reasoning = ", ".join(f"{field}: {values[field]}" for field in fields) + "."
-        answer = json.dumps({field: values[field] for field in fields}, ensure_ascii=False)
-        return text, plain("JSON extraction", user, reasoning, answer)
+        field_list = ", ".join(fields) if rng.random() < 0.5 else listing(fields)
+        exchange = plain(
+            "JSON extraction",
+            rng.choice(_ASK).format(fields=field_list, text=text),
+            reasoning=", ".join(f"{field}: {values[field]}" for field in fields) + ".",
+            answer=json.dumps({field: values[field] for field in fields}, ensure_ascii=False),
+        )
+        return Candidate(key=text, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)

@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import tool_values, words
 from .base import is_held_out, listing
-from .tool_family import DONE, Family, Parameter, Values, sentence
+from .tool_family import (
+    DONE,
+    Family,
+    Filled,
+    Parameter,
+    ToolResult,
+    one_of,
+    sentence,
+)
 from .tool_values import lower_word
 
 _OBJECTS = words.split(
@@ -53,33 +61,32 @@ _OBJECTS = words.split(
 _QUERY_VERBS = words.split(
     "get get get find fetch check show lookup read list query retrieve load see search"
 )
-_ASKED: dict[str, tuple[str, ...]] = {
-    "": (
-        "What is the {o}{p}?",
-        "What's the {o}{p}?",
-        "Show me the {o}{p}.",
-        "Get the {o}{p}.",
-        "I need the {o}{p}.",
-        "Tell me the {o}{p}.",
-        "Give me the {o}{p}.",
-        "Find the {o}{p}.",
-        "Can you find the {o}{p}?",
-        "Look up the {o}{p}.",
-        "What {o} is there{p}?",
-        "Which {o} is there{p}?",
-        "Check the {o}{p}.",
-        "Do you know the {o}{p}?",
-        "How is the {o}{p}?",
-        "I want to see the {o}{p}.",
-        "Please show the {o}{p}.",
-        "Is there a {o}{p}?",
-        "{O}{p}, please.",
-        "Where is the {o}{p}?",
-        "Show the {o}{p}.",
-        "What about the {o}{p}?",
-        "List the {o}{p}.",
-    ),
-}
+# `{o}` stands for the object, `{v}` for the verb and `{p}` for the phrases about the parameters.
+_QUERIES = (
+    "What is the {o}{p}?",
+    "What's the {o}{p}?",
+    "Show me the {o}{p}.",
+    "Get the {o}{p}.",
+    "I need the {o}{p}.",
+    "Tell me the {o}{p}.",
+    "Give me the {o}{p}.",
+    "Find the {o}{p}.",
+    "Can you find the {o}{p}?",
+    "Look up the {o}{p}.",
+    "What {o} is there{p}?",
+    "Which {o} is there{p}?",
+    "Check the {o}{p}.",
+    "Do you know the {o}{p}?",
+    "How is the {o}{p}?",
+    "I want to see the {o}{p}.",
+    "Please show the {o}{p}.",
+    "Is there a {o}{p}?",
+    "{O}{p}, please.",
+    "Where is the {o}{p}?",
+    "Show the {o}{p}.",
+    "What about the {o}{p}?",
+    "List the {o}{p}.",
+)
 _ACTION_VERBS = words.split(
     "create add delete update send book order cancel start stop open close set "
     "reserve rent buy sell "
@@ -155,31 +162,49 @@ _ENUM_KEYS = words.split(
 )
 
 
+class _Value(NamedTuple):
+    """The value of a parameter, and the value as the user writes it."""
+
+    value: Any
+    written: str
+
+
 @dataclass(frozen=True)
-class _Drawn:
-    """A parameter with the phrase that mentions the value and the function that draws the value."""
+class _Invented:
+    """A parameter that is invented by rule.
+
+    Attributes:
+        key: The name in the schema.
+        phrase: The words of a request that mention the value `{v}`, such as ` in {v}`.
+        draw_value: Draws a value.
+        type: The JSON type.
+        choices: The schema's `enum`, if any.
+    """
 
     key: str
-    type: str
     phrase: str
-    make: Callable[[Random], tuple[Any, str]]
+    draw_value: Callable[[Random], _Value]
+    type: str = "string"
     choices: tuple[str, ...] = ()
 
 
-def _same(make: Callable[[Random], Any]) -> Callable[[Random], tuple[Any, str]]:
-    def draw(rng: Random) -> tuple[Any, str]:
+def _plain(make: Callable[[Random], Any]) -> Callable[[Random], _Value]:
+    """Return a function that draws a value which the user writes without a change."""
+
+    def draw_value(rng: Random) -> _Value:
         value = make(rng)
-        return value, str(value)
+        return _Value(value, str(value))
 
-    return draw
+    return draw_value
 
 
-def _says(key: str) -> str:
+def _key_words(key: str) -> str:
+    """Return the words of a key, such as `start date` for `start_date`."""
     return key.replace("_", " ")
 
 
-def _place(rng: Random) -> _Drawn:
-    form = rng.choice(
+def _place(rng: Random) -> _Invented:
+    phrase = rng.choice(
         (
             " in {v}",
             " in {v}",
@@ -191,188 +216,186 @@ def _place(rng: Random) -> _Drawn:
             " to {v}",
         )
     )
-    return _Drawn(rng.choice(_PLACE_KEYS), "string", form, _same(words.city))
+    return _Invented(rng.choice(_PLACE_KEYS), phrase, _plain(words.city))
 
 
-def _person(rng: Random) -> _Drawn:
-    form = rng.choice(
+def _person(rng: Random) -> _Invented:
+    phrase = rng.choice(
         (" for {v}", " of {v}", " by {v}", " with {v}", " from {v}", " to {v}", " called {v}")
     )
-    return _Drawn(
-        rng.choice(_PERSON_KEYS),
-        "string",
-        form,
-        _same(lambda r: r.choice((words.full_name, words.first_name))(r)),
-    )
+    name = one_of(words.full_name, words.first_name)
+    return _Invented(rng.choice(_PERSON_KEYS), phrase, _plain(name))
 
 
-def _counted(rng: Random) -> _Drawn:
-    key = rng.choice(_NUMBER_KEYS)
-    name = rng.choice((key, key, f"num_{key}", f"number_of_{key}", f"max_{key}"))
-    form = rng.choice(
+def _counted(rng: Random) -> _Invented:
+    """Invent a number of things, such as `num_guests` with the phrase ` for {v} guests`."""
+    noun = rng.choice(_NUMBER_KEYS)
+    key = rng.choice((noun, noun, f"num_{noun}", f"number_of_{noun}", f"max_{noun}"))
+    phrase = rng.choice(
         (" for {v} K", " with {v} K", ", {v} K", " of {v} K", " after {v} K", " in {v} K")
     )
-    return _Drawn(name, "integer", form.replace("K", key), _same(lambda r: r.randint(2, 99)))
+    number = _plain(tool_values.small(2, 99))
+    return _Invented(key, phrase.replace("K", noun), number, type="integer")
 
 
-def _named_number(rng: Random) -> _Drawn:
+def _named_number(rng: Random) -> _Invented:
+    """Invent a number with a name, such as `max_price` with the phrase ` and max price {v}`."""
     key = rng.choice(_NUMBER_NAMES)
-    name = (
-        key
-        if rng.random() < 0.7
-        else f"{rng.choice(('max', 'min', 'total', 'new', 'target'))}_{key}"
-    )
-    form = rng.choice(
+    if rng.random() >= 0.7:
+        key = f"{rng.choice(('max', 'min', 'total', 'new', 'target'))}_{key}"
+    phrase = rng.choice(
         (" with K {v}", " with a K of {v}", ", K {v}", " and K {v}", " at K {v}", " (K {v})")
-    )
+    ).replace("K", _key_words(key))
     if rng.random() < 0.3:
-        return _Drawn(
-            name,
-            "number",
-            form.replace("K", _says(name)),
-            _same(lambda r: r.choice((words.number(r, 3), r.randint(1, 99) + 0.5))),
-        )
-    return _Drawn(
-        name,
-        rng.choice(("integer", "integer", "number")),
-        form.replace("K", _says(name)),
-        _same(words.number),
-    )
+        return _Invented(key, phrase, _plain(_integer_or_half), type="number")
+    number_type = rng.choice(("integer", "integer", "number"))
+    return _Invented(key, phrase, _plain(words.number), number_type)
 
 
-def _date(rng: Random) -> _Drawn:
-    form = rng.choice((" on {v}", " on {v}", " for {v}", ", {v}", " until {v}", " by {v}"))
-    return _Drawn(rng.choice(_DATE_KEYS), "string", form, _same(tool_values.date))
+def _integer_or_half(rng: Random) -> float:
+    return rng.choice((words.number(rng, 3), rng.randint(1, 99) + 0.5))
 
 
-def _time(rng: Random) -> _Drawn:
-    form = rng.choice((" at {v}", " at {v}", " from {v}", " until {v}", " for {v}"))
-    return _Drawn(rng.choice(_TIME_KEYS), "string", form, _same(tool_values.clock))
+def _date(rng: Random) -> _Invented:
+    phrase = rng.choice((" on {v}", " on {v}", " for {v}", ", {v}", " until {v}", " by {v}"))
+    return _Invented(rng.choice(_DATE_KEYS), phrase, _plain(tool_values.date))
 
 
-def _topic(rng: Random) -> _Drawn:
-    form = rng.choice((" about {v}", " about {v}", " on {v}", " for {v}", " with the topic {v}"))
-    return _Drawn(
-        rng.choice(_TOPIC_KEYS),
-        "string",
-        form,
-        _same(lambda r: r.choice((tool_values.phrase, tool_values.phrase, tool_values.title))(r)),
-    )
+def _time(rng: Random) -> _Invented:
+    phrase = rng.choice((" at {v}", " at {v}", " from {v}", " until {v}", " for {v}"))
+    return _Invented(rng.choice(_TIME_KEYS), phrase, _plain(tool_values.clock))
 
 
-def _identifier(rng: Random) -> _Drawn:
+def _topic(rng: Random) -> _Invented:
+    phrase = rng.choice((" about {v}", " about {v}", " on {v}", " for {v}", " with the topic {v}"))
+    topic = one_of(tool_values.phrase, tool_values.phrase, tool_values.title)
+    return _Invented(rng.choice(_TOPIC_KEYS), phrase, _plain(topic))
+
+
+def _identifier(rng: Random) -> _Invented:
     key = rng.choice(_ID_KEYS)
-    form = rng.choice((" {v}", " with the K {v}", " with K {v}", " number {v}", ", K {v}", " {v}"))
-    return _Drawn(key, "string", form.replace("K", _says(key)), _same(tool_values.code))
+    phrase = rng.choice(
+        (" {v}", " with the K {v}", " with K {v}", " number {v}", ", K {v}", " {v}")
+    )
+    return _Invented(key, phrase.replace("K", _key_words(key)), _plain(tool_values.code))
 
 
-def _email(rng: Random) -> _Drawn:
+def _email(rng: Random) -> _Invented:
     key = rng.choice(
         ("email", "email_address", "to", "recipient", "address", "mail", "contact_email")
     )
-    form = rng.choice((" to {v}", " for {v}", " with the email {v}", ", {v}"))
-    return _Drawn(key, "string", form, _same(tool_values.email))
+    phrase = rng.choice((" to {v}", " for {v}", " with the email {v}", ", {v}"))
+    return _Invented(key, phrase, _plain(tool_values.email))
 
 
-def _enum(rng: Random) -> _Drawn:
-    source = rng.choice(
-        (
-            words.ADJECTIVES,
-            words.NOUNS,
-            words.split("low medium high urgent"),
-            words.split("pdf html text csv json"),
-            words.split("small medium large"),
-            words.split("daily weekly monthly yearly"),
-            words.split("asc desc none"),
-        )
-    )
+_CHOICES = (
+    words.ADJECTIVES,
+    words.NOUNS,
+    words.split("low medium high urgent"),
+    words.split("pdf html text csv json"),
+    words.split("small medium large"),
+    words.split("daily weekly monthly yearly"),
+    words.split("asc desc none"),
+)
+
+
+def _enum(rng: Random) -> _Invented:
+    """Invent a parameter that accepts only some texts."""
+    source = rng.choice(_CHOICES)
     choices = tuple(rng.sample(source, min(len(source), rng.randint(2, 5))))
     key = rng.choice(_ENUM_KEYS) if rng.random() < 0.6 else lower_word(rng)
-    form = rng.choice(
+    phrase = rng.choice(
         (" with K {v}", ", K {v}", " in {v} K", " as {v}", " with the K {v}", " in {v}", " ({v})")
     )
-    return _Drawn(
-        key, "string", form.replace("K", _says(key)), _same(lambda r: r.choice(choices)), choices
-    )
+    value = _plain(lambda rng: rng.choice(choices))
+    return _Invented(key, phrase.replace("K", _key_words(key)), value, choices=choices)
 
 
-def _flag(rng: Random) -> _Drawn:
-    word = rng.choice(_FLAGS)
+def _flag(rng: Random) -> _Invented:
+    """Invent a parameter such as `include_breakfast`, which the user writes as `with breakfast`."""
+    noun = rng.choice(_FLAGS)
     key = rng.choice(
-        (f"include_{word}", f"with_{word}", word, f"has_{word}", f"show_{word}", f"add_{word}")
+        (f"include_{noun}", f"with_{noun}", noun, f"has_{noun}", f"show_{noun}", f"add_{noun}")
     )
 
-    def make(r: Random) -> tuple[Any, str]:
-        value = r.random() < 0.5
-        return value, f"{'with' if value else 'without'} {word}"
+    def draw_value(rng: Random) -> _Value:
+        value = rng.random() < 0.5
+        return _Value(value, f"{'with' if value else 'without'} {noun}")
 
-    return _Drawn(key, "boolean", " {v}", make)
+    return _Invented(key, " {v}", draw_value, type="boolean")
 
 
-def _generic(rng: Random) -> _Drawn:
-    key = (
-        lower_word(rng)
-        if rng.random() < 0.6
-        else f"{rng.choice(words.ADJECTIVES)}_{lower_word(rng)}"
-    )
-    form = rng.choice(
+def _generic(rng: Random) -> _Invented:
+    """Invent a parameter whose key and values are any words."""
+    if rng.random() < 0.6:
+        key = lower_word(rng)
+    else:
+        key = f"{rng.choice(words.ADJECTIVES)}_{lower_word(rng)}"
+    phrase = rng.choice(
         (" with K {v}", " with the K {v}", ", K {v}", " and K {v}", " where K is {v}", " (K: {v})")
     )
     make = rng.choice(
         (words.made_up, lower_word, tool_values.phrase, words.full_name, tool_values.code)
     )
-    return _Drawn(key, "string", form.replace("K", _says(key)), _same(make))
+    return _Invented(key, phrase.replace("K", _key_words(key)), _plain(make))
 
 
-def _list(rng: Random) -> _Drawn:
+def _list(rng: Random) -> _Invented:
     key = rng.choice(_LIST_KEYS)
     source = rng.choice((words.NOUNS, words.ADJECTIVES, words.FIRST_NAMES, words.CITIES))
 
-    def make(r: Random) -> tuple[Any, str]:
-        items = r.sample(source, r.choice((1, 2, 2, 3, 3, 4)))
-        return items, listing(items)
+    def draw_value(rng: Random) -> _Value:
+        items = rng.sample(source, rng.choice((1, 2, 2, 3, 3, 4)))
+        return _Value(items, listing(items))
 
-    form = rng.choice((" with {v}", " with the K {v}", " for {v}", ": {v}", ", K: {v}"))
-    return _Drawn(key, "array", form.replace("K", _says(key)), make)
+    phrase = rng.choice((" with {v}", " with the K {v}", " for {v}", ": {v}", ", K: {v}"))
+    return _Invented(key, phrase.replace("K", _key_words(key)), draw_value, type="array")
 
 
-def _text(rng: Random) -> _Drawn:
+def _text(rng: Random) -> _Invented:
     key = rng.choice(_TEXT_KEYS)
-    form = rng.choice(
+    phrase = rng.choice(
         (" saying {v}", ": {v}", " with the K '{v}'", ' "{v}"', " with K: {v}", ' with the K "{v}"')
     )
-    return _Drawn(key, "string", form.replace("K", _says(key)), _same(words.message))
+    return _Invented(key, phrase.replace("K", _key_words(key)), _plain(words.message))
 
 
-_KINDS = (
-    _place,
-    _person,
-    _counted,
-    _named_number,
-    _date,
-    _time,
-    _topic,
-    _identifier,
-    _email,
-    _enum,
-    _flag,
-    _generic,
-    _list,
-    _text,
-)
-_WEIGHTS = (10, 7, 7, 7, 6, 4, 7, 5, 2, 8, 5, 12, 5, 6)
+_KINDS: dict[Callable[[Random], _Invented], int] = {
+    _place: 10,
+    _person: 7,
+    _counted: 7,
+    _named_number: 7,
+    _date: 6,
+    _time: 4,
+    _topic: 7,
+    _identifier: 5,
+    _email: 2,
+    _enum: 8,
+    _flag: 5,
+    _generic: 12,
+    _list: 5,
+    _text: 6,
+}
+
+
+"""The functions that invent a parameter, and their frequencies."""
 
 
 def _styled(rng: Random, parts: list[str]) -> str:
-    """Join the words of a tool's name in one of the usual styles."""
+    """Join the words of a tool's name in one of the usual styles.
+
+    Example: `get` and `ticket` become `get_ticket`, `getTicket`, `GetTicket`, `get-ticket` or
+    `ticket_get`.
+    """
     chance = rng.random()
     if chance < 0.72:
         return "_".join(parts)
+    capitals = [part.capitalize() for part in parts]
     if chance < 0.86:
-        return parts[0] + "".join(part.capitalize() for part in parts[1:])
+        return "".join([parts[0], *capitals[1:]])
     if chance < 0.93:
-        return "".join(part.capitalize() for part in parts)
-    return "-".join(parts) if chance < 0.97 else f"{parts[-1]}_{'_'.join(parts[:-1])}"
+        return "".join(capitals)
+    return "-".join(parts) if chance < 0.97 else "_".join([parts[-1], *parts[:-1]])
 
 
 def _thing(rng: Random, held_out: bool) -> list[str]:
@@ -384,148 +407,164 @@ def _thing(rng: Random, held_out: bool) -> list[str]:
     if rng.random() < 0.45:
         return [head]
     first = rng.choice(_OBJECTS if rng.random() < 0.6 else words.NOUNS)
-    usable = first != head and not is_held_out(f"tool {first}")
-    return [first, head] if usable else [head]
+    is_usable = first != head and not is_held_out(f"tool {first}")
+    return [first, head] if is_usable else [head]
 
 
 def invent(rng: Random, held_out: bool) -> Family:
     """Invent a family of one tool. Training never names the objects of held-out tools."""
     thing = _thing(rng, held_out)
+    noun = " ".join(thing)
     is_query = rng.random() < 0.5
     verb = rng.choice(_QUERY_VERBS if is_query else _ACTION_VERBS)
-    name_words = [verb, *thing]
-    if rng.random() < 0.12 and is_query:
-        name_words = [*thing, rng.choice(("info", "lookup", "search", "tool", "finder", "status"))]
-    name = _styled(rng, name_words)
+    name = _tool_name(rng, verb, thing, is_query)
+    descriptions: tuple[str, ...] = (
+        f"{verb.capitalize()} the {noun}.",
+        f"{verb.capitalize()} a {noun}",
+        noun.capitalize(),
+        f"A tool to {verb} a {noun}.",
+        f"Use this to {verb} the {noun}.",
+        f"Returns the {noun}.",
+    )
     if rng.random() < 0.06:
-        name = rng.choice(
-            (f"tool_{rng.randint(1, 99)}", lower_word(rng), f"fn{rng.randint(1, 20)}")
-        )
-        descriptions = (
-            f"{verb.capitalize()} the {' '.join(thing)}.",
-            f"{verb.capitalize()} a {' '.join(thing)}",
-        )
-    else:
-        spoken = " ".join(thing)
-        descriptions = (
-            f"{verb.capitalize()} the {spoken}.",
-            f"{verb.capitalize()} a {spoken}",
-            f"{spoken.capitalize()}",
-            f"A tool to {verb} a {spoken}.",
-            f"Use this to {verb} the {spoken}.",
-            f"Returns the {spoken}.",
-        )
-    drawn = _parameters(rng)
-    parameters = []
-    for index, one in enumerate(drawn):
-        required = index == 0 or rng.random() < 0.7
-        said = (
-            _says(one.key).capitalize(),
-            f"The {_says(one.key)}.",
-            f"{_says(one.key)} of the {thing[-1]}",
-        )
-        parameters.append(Parameter(f"p{index}", (one.key,), one.type, one.choices, required, said))
-
-    def fill(r: Random) -> tuple[Values, Values]:
-        made = {f"p{index}": one.make(r) for index, one in enumerate(drawn)}
-        return {slot: value for slot, (value, _) in made.items()}, {
-            slot: text for slot, (_, text) in made.items()
-        }
-
+        # This name does not contain the verb, so each description must contain it.
+        name, descriptions = _meaningless_name(rng), descriptions[:2]
+    invented = _parameters(rng)
+    parameters = _offered(rng, invented, thing[-1])
+    wordings = _QUERIES if is_query else _ACTIONS
+    can_be_listed = len(invented) == 1 and invented[0].type in ("string", "integer")
     return Family(
-        frozenset({" ".join(thing), thing[-1]}),
-        (name,),
-        descriptions,
-        tuple(parameters),
-        tuple(_request(rng, " ".join(thing), verb, is_query, drawn, parameters) for _ in range(3)),
-        fill,
-        lambda r, _: _returned(r, thing[-1]),
-        ("p0",) if drawn and drawn[0].type in ("string", "integer") and len(drawn) == 1 else (),
+        topics=frozenset({noun, thing[-1]}),
+        names=(name,),
+        descriptions=descriptions,
+        parameters=tuple(parameters),
+        requests=tuple(
+            _template(rng, wordings, verb, noun, _phrases(rng, invented, parameters))
+            for _ in range(3)
+        ),
+        fill=lambda rng: _fill(rng, invented),
+        result=lambda rng, _: _returned(rng, thing[-1]),
+        listed=("p0",) if can_be_listed else (),
     )
 
 
-def _parameters(rng: Random) -> list[_Drawn]:
-    count = rng.choices((0, 1, 2, 3, 4), (5, 40, 32, 17, 6))[0]
-    drawn: dict[str, _Drawn] = {}
-    kinds: list[Callable[[Random], _Drawn]] = []
-    while len(drawn) < count:
-        kind = rng.choices(_KINDS, _WEIGHTS)[0]
-        if kind in kinds and kind is not _generic:
+def _tool_name(rng: Random, verb: str, thing: list[str], is_query: bool) -> str:
+    """Draw a name such as `get_ticket` or, for a query, `ticket_info`."""
+    parts = [verb, *thing]
+    if rng.random() < 0.12 and is_query:
+        parts = [*thing, rng.choice(("info", "lookup", "search", "tool", "finder", "status"))]
+    return _styled(rng, parts)
+
+
+def _meaningless_name(rng: Random) -> str:
+    return rng.choice((f"tool_{rng.randint(1, 99)}", lower_word(rng), f"fn{rng.randint(1, 20)}"))
+
+
+def _parameters(rng: Random) -> list[_Invented]:
+    """Invent up to four parameters of different kinds and with different keys."""
+    (count,) = rng.choices((0, 1, 2, 3, 4), weights=(5, 40, 32, 17, 6))
+    invented: dict[str, _Invented] = {}
+    used_kinds = set()
+    while len(invented) < count:
+        (kind,) = rng.choices(list(_KINDS), list(_KINDS.values()))
+        if kind in used_kinds and kind is not _generic:
             continue
-        one = kind(rng)
-        if one.key in drawn:
+        parameter = kind(rng)
+        if parameter.key in invented:
             continue
-        kinds.append(kind)
-        drawn[one.key] = one
-    return list(drawn.values())
+        used_kinds.add(kind)
+        invented[parameter.key] = parameter
+    return list(invented.values())
 
 
-def _request(
-    rng: Random,
-    thing: str,
-    verb: str,
-    is_query: bool,
-    drawn: list[_Drawn],
-    parameters: list[Parameter],
-) -> str:
-    """Write a request that mentions every required parameter and some of the others."""
-    phrases, last = [], []
-    for index, (one, parameter) in enumerate(zip(drawn, parameters, strict=True)):
-        if parameter.required or rng.random() < 0.5:
-            phrase = one.phrase.replace("{v}", f"{{p{index}}}")
-            # A text or a list may contain any words, so it comes last in the request.
-            is_last = one.type == "array" or ":" in phrase or "saying" in phrase
-            (last if is_last else phrases).append(phrase)
-    phrases.sort(key=lambda phrase: not phrase.startswith(" {"))
-    mentioned = "".join(phrases + last)
-    form = rng.choice(_ASKED[""] if is_query else _ACTIONS)
-    return form.format(o=thing, O=thing.capitalize(), p="\0", v=verb, V=verb.capitalize()).replace(
-        "\0", mentioned
+def _offered(rng: Random, invented: list[_Invented], noun: str) -> list[Parameter]:
+    """Return the parameters of the schema, whose slots are `p0`, `p1` and so on."""
+    parameters = []
+    for index, parameter in enumerate(invented):
+        name = _key_words(parameter.key)
+        offered = Parameter(
+            slot=f"p{index}",
+            keys=(parameter.key,),
+            type=parameter.type,
+            choices=parameter.choices,
+            required=index == 0 or rng.random() < 0.7,
+            descriptions=(name.capitalize(), f"The {name}.", f"{name} of the {noun}"),
+        )
+        parameters.append(offered)
+    return parameters
+
+
+def _fill(rng: Random, invented: list[_Invented]) -> Filled:
+    """Draw the values of the slots `p0`, `p1` and so on."""
+    drawn = {f"p{index}": one.draw_value(rng) for index, one in enumerate(invented)}
+    return Filled(
+        values={slot: value.value for slot, value in drawn.items()},
+        written={slot: value.written for slot, value in drawn.items()},
     )
 
 
-def _returned(rng: Random, thing: str) -> tuple[Any, str]:
-    """Draw a result of any shape and put it into words."""
-    makers: tuple[Callable[[Random], Any], ...] = (
-        words.number,
-        tool_values.phrase,
-        words.made_up,
-        tool_values.title,
-        tool_values.code,
-        tool_values.clock,
-        tool_values.date,
-        words.full_name,
-        words.city,
-        lambda r: r.random() < 0.5,
-        tool_values.word_list,
-        lambda r: r.randint(1, 999) / 10,
-        words.message,
+def _phrases(rng: Random, invented: list[_Invented], parameters: list[Parameter]) -> str:
+    """Join the phrases of every required parameter and of some of the others.
+
+    Example: ` in {p0} for {p1} guests`.
+    """
+    early: list[str] = []
+    late: list[str] = []
+    for parameter, offered in zip(invented, parameters, strict=True):
+        if not offered.required and rng.random() >= 0.5:
+            continue
+        phrase = parameter.phrase.replace("{v}", f"{{{offered.slot}}}")
+        # A text or a list may contain any words, so it comes last in the request.
+        is_late = parameter.type == "array" or ":" in phrase or "saying" in phrase
+        (late if is_late else early).append(phrase)
+    # A phrase without a preposition follows the object directly.
+    early.sort(key=lambda phrase: not phrase.startswith(" {"))
+    return "".join(early + late)
+
+
+def _template(rng: Random, wordings: tuple[str, ...], verb: str, noun: str, phrases: str) -> str:
+    """Write a request with placeholders, such as `Book a room in {p0} for {p1} guests.`."""
+    return rng.choice(wordings).format(
+        o=noun, O=noun.capitalize(), v=verb, V=verb.capitalize(), p=phrases
     )
+
+
+_TEXTS_AND_NUMBERS: tuple[Callable[[Random], Any], ...] = (
+    words.number,
+    tool_values.phrase,
+    words.made_up,
+    tool_values.title,
+    tool_values.code,
+    tool_values.clock,
+    tool_values.date,
+    words.full_name,
+    words.city,
+)
+_JSON_VALUES = (
+    *_TEXTS_AND_NUMBERS,
+    lambda rng: rng.random() < 0.5,
+    tool_values.word_list,
+    lambda rng: rng.randint(1, 999) / 10,
+    words.message,
+)
+
+
+def _returned(rng: Random, noun: str) -> ToolResult:
+    """Draw a result of any shape: a report of success, a single value or an object."""
     chance = rng.random()
     if chance < 0.2:
-        returned: Any = rng.choice(DONE)
-        return returned, "Done."
+        return ToolResult(rng.choice(DONE), "Done.")
     if chance < 0.4:
-        value = rng.choice(makers[:9] + makers[12:])(rng)
-        return value if isinstance(value, str) else str(value), sentence(value)
-    pool = (
-        thing,
-        "name",
-        "value",
-        "result",
-        "price",
-        "status",
-        "total",
-        "date",
-        "city",
-        "count",
-        "title",
-        "text",
+        value = rng.choice((*_TEXTS_AND_NUMBERS, words.message))(rng)
+        return ToolResult(str(value), sentence(value))
+    keys = {
+        noun,
+        *words.split("name value result price status total date city count title text"),
         lower_word(rng),
         f"{rng.choice(words.ADJECTIVES)}_{lower_word(rng)}",
         rng.choice(_OBJECTS),
         rng.choice(_NUMBER_NAMES),
-    )
-    keys = rng.sample(sorted(set(pool)), rng.choice((1, 1, 1, 2, 2, 3)))
-    returned = {key: rng.choice(makers)(rng) for key in keys}
-    return returned, sentence(returned)
+    }
+    used_keys = rng.sample(sorted(keys), rng.choice((1, 1, 1, 2, 2, 3)))
+    returned = {key: rng.choice(_JSON_VALUES)(rng) for key in used_keys}
+    return ToolResult(returned, sentence(returned))

@@ -4,9 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import NamedTuple
 
-from .base import Exchange, Message, draw, plain, vary
+from .base import (
+    NEVER_TRAINED,
+    Candidate,
+    Exchange,
+    Message,
+    capitalised,
+    draw,
+    plain,
+    vary,
+    with_article,
+)
 from .words import split
+
+
+class Fact(NamedTuple):
+    """A question with its answer in words and as JSON.
+
+    Attributes:
+        question: The user's question.
+        reasoning: The reasoning before the answer.
+        answer: The answer in words.
+        values: The answer as a JSON object. Each key is one of several names for the answer.
+    """
+
+    question: str
+    reasoning: str
+    answer: str
+    values: Message
+
+
+Ask = Callable[[Random], Fact]
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -128,7 +158,7 @@ _MONTHS = (
     "and December."
 )
 _PRIMARY = "The primary colours are red, yellow and blue."
-# (questions, answer)
+# Each member contains the questions with the same answer, and the answer.
 _FIXED = (
     (
         (
@@ -271,34 +301,58 @@ _LIST_REQUESTS = (
     "Write down {n} {kind}.",
 )
 
+_OPPOSITE_REQUESTS = (
+    "What is the opposite of {0}?",
+    "Opposite of {0}?",
+    "Name the opposite of {0}.",
+    "What's the opposite of {0}?",
+)
+_COUNT_REQUESTS = (
+    "Count from {a} to {b}.",
+    "Please count from {a} to {b}.",
+    "Can you count from {a} to {b}?",
+    "List the numbers from {a} to {b}.",
+)
+_COUNT_REQUESTS_FROM_1 = ("Count to {b}.", "Count up to {b}.", "Can you count to {b}?")
+# The wordings of some facts are so few that all of them may be held out, or none of them.
+# Therefore the opening is a part of the key.
+_OPENINGS = (
+    "",
+    "",
+    "",
+    "Tell me: ",
+    "Quick question: ",
+    "A question: ",
+    "Please answer: ",
+    "Do you know this? ",
+    "Hi! ",
+    "Hey, ",
+    "I wonder: ",
+    "My question is: ",
+)
 
-def capital(rng: Random) -> tuple[str, str, str, Message]:
-    """Draw a question about a capital: question, reasoning, answer, and values for JSON."""
+
+def capital(rng: Random) -> Fact:
+    """Draw a question for a capital or, rarely, for the country of a capital."""
     country = rng.choice(list(CAPITALS))
     city = CAPITALS[country]
-    named = country.removeprefix("the ") if rng.random() < 0.15 else country
-    values: Message = {
-        "capital": city,
-        "city": city,
-        "answer": city,
-        "country": country.removeprefix("the "),
-    }
+    short_name = country.removeprefix("the ")
+    asked_country = short_name if rng.random() < 0.15 else country
+    values: Message = {"capital": city, "city": city, "answer": city, "country": short_name}
     if rng.random() < 0.08:
         question = rng.choice(_COUNTRY_OF).format(city)
-        return question, "A country.", f"{city} is the capital of {_owner(city)}.", values
-    answer = f"The capital of {country} is {city}."
-    return rng.choice(_CAPITAL).format(named), "A capital.", answer, values
+        # Some countries have several names. The answer always contains the first one.
+        country = next(name for name, capital in CAPITALS.items() if capital == city)
+        return Fact(question, "A country.", f"{city} is the capital of {country}.", values)
+    question = rng.choice(_CAPITAL).format(asked_country)
+    return Fact(question, "A capital.", f"The capital of {country} is {city}.", values)
 
 
-def _owner(city: str) -> str:
-    return next(country for country, capital in CAPITALS.items() if capital == city)
-
-
-def translation(rng: Random) -> tuple[str, str, str, Message]:
-    """Draw a request for a translation: question, reasoning, answer, and values for JSON."""
+def translation(rng: Random) -> Fact:
+    """Draw a request for the translation of a word or phrase."""
     phrase, language = rng.choice(list(_PHRASEBOOK)), rng.choice(LANGUAGES)
-    said = phrase.capitalize() if rng.random() < 0.25 else phrase
-    question = rng.choice(_SAY).format(phrase=said, language=language)
+    asked_phrase = phrase.capitalize() if rng.random() < 0.25 else phrase
+    question = rng.choice(_SAY).format(phrase=asked_phrase, language=language)
     answer = _PHRASEBOOK[phrase][language]
     values: Message = {
         "translation": answer,
@@ -306,161 +360,139 @@ def translation(rng: Random) -> tuple[str, str, str, Message]:
         "answer": answer,
         "language": language,
     }
-    return question, f"A word in {language}.", answer, values
+    return Fact(question, f"A word in {language}.", answer, values)
 
 
-def counted_list(rng: Random) -> tuple[str, str, str, Message]:
-    """Draw a request for a list: question, reasoning, numbered lines, and values for JSON."""
+def counted_list(rng: Random) -> Fact:
+    """Draw a request for a list, such as `Name three birds.`. The answer has numbered lines."""
     kind, count = rng.choice(list(_LISTS)), rng.choice((1, 2, 3, 3, 3, 4, 5, 5, 6, 7))
-    items = split(_LISTS[kind])[:count]
-    counted = f"{_NUMBER_WORDS[count - 1]} {kind}" if rng.random() < 0.7 else f"{count} {kind}"
-    shown = counted.removesuffix("s") if count == 1 else counted
-    number, _, noun = shown.partition(" ")
+    number = _NUMBER_WORDS[count - 1] if rng.random() < 0.7 else str(count)
+    noun = kind.removesuffix("s") if count == 1 else kind
     question = rng.choice(_LIST_REQUESTS).format(n=number, kind=noun)
+    items = split(_LISTS[kind])[:count]
     lines = "\n".join(f"{place}. {item}" for place, item in enumerate(items, 1))
     keys = ("items", kind, "list", "names", "answers", "results", "values")
-    values: Message = {key: list(items) for key in keys}
-    return question, f"A list of {count}.", lines, values
+    return Fact(question, f"A list of {count}.", lines, {key: list(items) for key in keys})
 
 
-def _opposite(rng: Random) -> tuple[str, str, str, Message]:
+def _opposite(rng: Random) -> Fact:
     word = rng.choice(list(_OPPOSITES))
     other = _OPPOSITES[word]
     if rng.random() < 0.5:
         word, other = other, word
-    form = rng.choice(
-        (
-            "What is the opposite of {0}?",
-            "Opposite of {0}?",
-            "Name the opposite of {0}.",
-            "What's the opposite of {0}?",
-        )
+    return Fact(
+        question=rng.choice(_OPPOSITE_REQUESTS).format(word),
+        reasoning="An opposite.",
+        answer=f"The opposite of {word} is {other}.",
+        values={"opposite": other, "answer": other},
     )
-    answer = f"The opposite of {word} is {other}."
-    return form.format(word), "An opposite.", answer, {"opposite": other, "answer": other}
 
 
-def _colour(rng: Random) -> tuple[str, str, str, Message]:
+def _colour(rng: Random) -> Fact:
     thing = rng.choice(list(_COLOURS))
-    form = rng.choice(("What colour is {0}?", "What color is {0}?", "Which colour has {0}?"))
-    verb = f"{thing[0].upper()}{thing[1:]} is {_COLOURS[thing]}."
     colour = _COLOURS[thing]
-    return (
-        form.format(thing),
-        "A colour.",
-        verb,
-        {"colour": colour, "color": colour, "answer": colour},
+    wordings = ("What colour is {0}?", "What color is {0}?", "Which colour has {0}?")
+    return Fact(
+        question=rng.choice(wordings).format(thing),
+        reasoning="A colour.",
+        answer=f"{capitalised(thing)} is {colour}.",
+        values={"colour": colour, "color": colour, "answer": colour},
     )
 
 
-def _sound(rng: Random) -> tuple[str, str, str, Message]:
+def _sound(rng: Random) -> Fact:
     animal = rng.choice(list(_SOUNDS))
-    form = rng.choice(
-        ("What sound does a {0} make?", "What does a {0} say?", "How does a {0} sound?")
-    )
     sound = _SOUNDS[animal]
-    return form.format(animal), "An animal's sound.", f"{sound}!", {"sound": sound, "answer": sound}
+    wordings = ("What sound does a {0} make?", "What does a {0} say?", "How does a {0} sound?")
+    return Fact(
+        question=rng.choice(wordings).format(animal),
+        reasoning="An animal's sound.",
+        answer=f"{sound}!",
+        values={"sound": sound, "answer": sound},
+    )
 
 
-def _legs(rng: Random) -> tuple[str, str, str, Message]:
-    animal = rng.choice(list(_LEGS))
-    article = "an" if animal[0] in "aeio" else "a"
-    form = rng.choice(("How many legs does {0} have?", "How many legs has {0}?"))
-    number = int(_LEGS[animal])
-    named = f"{article} {animal}"
-    answer = f"{named[0].upper()}{named[1:]} has {number or 'no'} legs."
-    return form.format(named), "Legs.", answer, {"legs": number, "answer": number}
+def _legs(rng: Random) -> Fact:
+    name = rng.choice(list(_LEGS))
+    animal, number = with_article(name), int(_LEGS[name])
+    wordings = ("How many legs does {0} have?", "How many legs has {0}?")
+    return Fact(
+        question=rng.choice(wordings).format(animal),
+        reasoning="Legs.",
+        answer=f"{capitalised(animal)} has {number or 'no'} legs.",
+        values={"legs": number, "answer": number},
+    )
 
 
-def _yes_or_no(rng: Random) -> tuple[str, str, str, Message]:
+def _yes_or_no(rng: Random) -> Fact:
     is_true = rng.random() < 0.5
     question = rng.choice(_TRUE if is_true else _FALSE)
     values: Message = dict.fromkeys(("answer", "is_true", "correct", "value", "result"), is_true)
-    return question, "Yes or no.", "Yes." if is_true else "No.", values
+    return Fact(question, "Yes or no.", "Yes." if is_true else "No.", values)
 
 
-def _fixed(rng: Random) -> tuple[str, str, str, Message]:
+def _fixed(rng: Random) -> Fact:
     questions, answer = rng.choice(_FIXED)
-    return rng.choice(questions), "I know this.", answer, {"answer": answer}
+    return Fact(rng.choice(questions), "I know this.", answer, {"answer": answer})
 
 
-_KINDS = ((_fixed, 8), (_opposite, 3), (_colour, 2), (_sound, 1), (_legs, 1), (_yes_or_no, 3))
+_FACTS = {_fixed: 8, _opposite: 3, _colour: 2, _sound: 1, _legs: 1, _yes_or_no: 3}
 
 
-def fact(rng: Random) -> tuple[str, str, str, Message]:
-    """Draw a question of common knowledge: question, reasoning, answer, and values for JSON."""
-    makers, weights = zip(*_KINDS, strict=True)
-    made: tuple[str, str, str, Message] = rng.choices(makers, weights)[0](rng)
-    return made
+"""The functions that draw common facts, and their frequencies."""
 
 
-Question = Callable[[Random], tuple[str, str, str, Message]]
+def fact(rng: Random) -> Fact:
+    """Draw a question of common knowledge."""
+    (ask,) = rng.choices(list(_FACTS), list(_FACTS.values()))
+    return ask(rng)
 
 
-def lesson(skill: str, ask: Question) -> Callable[[Random, bool], Exchange]:
+def lesson(skill: str, ask: Ask) -> Callable[[Random, bool], Exchange]:
     """Make a lesson of a kind of question. It is held out by the question's words."""
 
-    def exchange(rng: Random, held_out: bool) -> Exchange:
-        def make() -> tuple[str, Exchange]:
-            user, reasoning, answer, _ = ask(rng)
-            return user, plain(skill, vary(rng, user), reasoning, answer)
+    def draw_exchange(rng: Random, held_out: bool) -> Exchange:
+        def propose() -> Candidate[Exchange]:
+            question, reasoning, answer, _ = ask(rng)
+            exchange = plain(skill, vary(rng, question), reasoning=reasoning, answer=answer)
+            return Candidate(key=question, example=exchange)
 
-        return draw(make, held_out)
+        return draw(propose, held_out)
 
-    return exchange
+    return draw_exchange
 
 
 def common(rng: Random, held_out: bool) -> Exchange:
-    """Ask for a common fact.
+    """Ask for a common fact. The opening and the question decide what is held out.
 
-    The wordings of some facts are so few that all may fall on one side of the hold-out, so the
-    opening is part of the key.
+    Training uses only questions with a colon, such as `Tell me: Is the sky blue?`.
     """
-    openings = (
-        "",
-        "",
-        "",
-        "Tell me: ",
-        "Quick question: ",
-        "A question: ",
-        "Please answer: ",
-        "Do you know this? ",
-        "Hi! ",
-        "Hey, ",
-        "I wonder: ",
-        "My question is: ",
-    )
 
-    def make() -> tuple[str, Exchange]:
-        user, reasoning, answer, _ = fact(rng)
-        user = rng.choice(openings) + user
-        return user if held_out or ":" in user else "", plain(
-            "common knowledge", vary(rng, user), reasoning, answer
-        )
+    def propose() -> Candidate[Exchange]:
+        question, reasoning, answer, _ = fact(rng)
+        request = rng.choice(_OPENINGS) + question
+        user = vary(rng, request)
+        exchange = plain("common knowledge", user, reasoning=reasoning, answer=answer)
+        key = request if held_out or ":" in request else NEVER_TRAINED
+        return Candidate(key, exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
-def counting(rng: Random) -> tuple[str, str, str, Message]:
-    """Draw a request to count: question, reasoning, answer, and values for JSON."""
+def counting(rng: Random) -> Fact:
+    """Draw a request to count, such as `Count from 3 to 12.`."""
     start = 1 if rng.random() < 0.6 else rng.randint(0, 12)
     end = 10 if rng.random() < 0.4 else start + rng.randint(2, 12)
     end = max(end, start + 1)
-    words_ten = end == 10 and rng.random() < 0.3
-    shown = "ten" if words_ten else str(end)
-    forms = (
-        "Count from {a} to {b}.",
-        "Please count from {a} to {b}.",
-        "Can you count from {a} to {b}?",
-        "List the numbers from {a} to {b}.",
-    )
-    if start == 1:
-        forms += ("Count to {b}.", "Count up to {b}.", "Can you count to {b}?")
-    first = "one" if words_ten and start == 1 and rng.random() < 0.5 else str(start)
+    writes_ten = end == 10 and rng.random() < 0.3
+    writes_one = writes_ten and start == 1 and rng.random() < 0.5
+    wordings = _COUNT_REQUESTS + (_COUNT_REQUESTS_FROM_1 if start == 1 else ())
     numbers = list(range(start, end + 1))
-    return (
-        rng.choice(forms).format(a=first, b=shown),
-        f"From {start} to {end}.",
-        ", ".join(map(str, numbers)),
-        {"numbers": numbers},
+    return Fact(
+        question=rng.choice(wordings).format(
+            a="one" if writes_one else start, b="ten" if writes_ten else end
+        ),
+        reasoning=f"From {start} to {end}.",
+        answer=", ".join(map(str, numbers)),
+        values={"numbers": numbers},
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from . import (
     arithmetic,
@@ -18,7 +19,7 @@ from . import (
     world,
     writing,
 )
-from .base import Dialogue, Exchange, Message, NoKeyError, draw, plain, vary
+from .base import Candidate, Dialogue, Exchange, Message, NoKeyError, draw, plain, vary
 
 Lesson = Callable[[Random, bool], Exchange]
 
@@ -40,20 +41,31 @@ def _unknown(rng: Random, held_out: bool) -> Exchange:
     if rng.random() < 0.7:
         return small_talk.unknown(rng, held_out)
 
-    def make() -> tuple[str, Exchange]:
-        user = tool_use.tool_request(rng)
-        exchange = plain("declines", vary(rng, user), "I do not know this.", small_talk.DECLINE)
-        return user, exchange
+    def propose() -> Candidate[Exchange]:
+        request = tool_use.tool_request(rng)
+        user = vary(rng, request)
+        reasoning, answer = "I do not know this.", small_talk.DECLINE
+        exchange = plain("declines", user, reasoning=reasoning, answer=answer)
+        return Candidate(key=request, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def _declines(rng: Random, held_out: bool) -> Exchange:
-    lesson = rng.choices((_unknown, world.strangers, arithmetic.too_large), (6, 2, 2))[0]
+    """Draw a request that the model must decline."""
+    lessons = (_unknown, world.strangers, arithmetic.too_large)
+    (lesson,) = rng.choices(lessons, weights=(6, 2, 2))
     return lesson(rng, held_out)
 
 
-Drawn = tuple[list[Exchange], list[tool_use.Tool]]
+class Drawn(NamedTuple):
+    """The exchanges of a dialogue, and the tools on offer."""
+
+    exchanges: list[Exchange]
+    tools: Sequence[tool_use.Tool] = ()
+
+
+Maker = Callable[[Random, bool], Drawn]
 _MAX_TOOL_DRAWS = 50
 
 
@@ -63,15 +75,16 @@ class Skill:
 
     Attributes:
         weight: The share of the training dialogues; 0 for a skill that is only measured.
-        floor: The accuracy below which the evaluation fails.
         make: Draws a dialogue's exchanges, and the tools on offer.
+        floor: The accuracy below which the evaluation fails.
     """
 
     weight: float
-    floor: float
-    make: Callable[[Random, bool], Drawn]
+    make: Maker
+    floor: float = 0.9
 
 
+# The lessons without tools. The number is the share of the training dialogues.
 _LESSONS: dict[str, tuple[float, Lesson]] = {
     "small talk": (6, small_talk.talk),
     "addition": (10, arithmetic.sums),
@@ -110,37 +123,45 @@ _DRILLED: tuple[Lesson, ...] = (arithmetic.sums, arithmetic.differences)
 
 def _earlier(rng: Random, held_out: bool, topics: frozenset[str] = frozenset()) -> Exchange:
     """Draw a short exchange that needs no tool of these topics."""
-    taken = frozenset().union(*(_TAKEN_OVER.get(topic, frozenset()) for topic in topics))
-    names = [name for name in _FAMILIAR if name not in taken]
-    name = rng.choices(names, [_FAMILIAR[name] for name in names])[0]
-    return _LESSONS[name][1](rng, held_out)
+    taken_over = frozenset().union(*(_TAKEN_OVER.get(topic, frozenset()) for topic in topics))
+    names = [name for name in _FAMILIAR if name not in taken_over]
+    (name,) = rng.choices(names, [_FAMILIAR[name] for name in names])
+    _, lesson = _LESSONS[name]
+    return lesson(rng, held_out)
 
 
-def _alone(lesson: Lesson) -> Callable[[Random, bool], Drawn]:
+def _alone(lesson: Lesson) -> Maker:
+    """Return a maker of dialogues without tools that end with an exchange of a lesson.
+
+    Most of the dialogues contain only this exchange.
+    """
+
     def make(rng: Random, held_out: bool) -> Drawn:
-        num_earlier = rng.choices((0, 1, 2, 3), (70, 15, 10, 5))[0]
+        (num_earlier,) = rng.choices((0, 1, 2, 3), weights=(70, 15, 10, 5))
         if lesson in _DRILLED and not held_out and rng.random() < 0.4:
             drills = rng.choices(_DRILLED, k=5)
-            return [drill(rng, False) for drill in [*drills, lesson]], []
+            return Drawn([drill(rng, False) for drill in [*drills, lesson]])
         if lesson is reading.read:
-            num_earlier = 0
+            num_earlier = 0  # The passages are in the system message, which comes first.
         earlier = [_earlier(rng, held_out) for _ in range(num_earlier)]
-        return [*earlier, lesson(rng, held_out)], []
+        return Drawn([*earlier, lesson(rng, held_out)])
 
     return make
 
 
 def _follow_up(rng: Random, held_out: bool) -> Drawn:
-    return world.follow_ups(rng, held_out), []
+    return Drawn(world.follow_ups(rng, held_out))
 
 
-def _name(rng: Random, held_out: bool) -> Drawn:
-    told, asked = small_talk.remember_name(rng, held_out)
-    return [told, *(_earlier(rng, held_out) for _ in range(rng.randint(0, 2))), asked], []
+def _remembers_name(rng: Random, held_out: bool) -> Drawn:
+    """Draw up to two other exchanges between the user's name and the question for the name."""
+    introduction, question = small_talk.remember_name(rng, held_out)
+    others = [_earlier(rng, held_out) for _ in range(rng.randint(0, 2))]
+    return Drawn([introduction, *others, question])
 
 
 def _last_with_tools(
-    rng: Random, skill: str, tools: list[tool_use.Tool], held_out: bool
+    rng: Random, skill: str, tools: Sequence[tool_use.Tool], held_out: bool
 ) -> Exchange:
     """Draw the exchange of a skill for the tools on offer."""
     if skill == "declines, no tool fits":
@@ -148,30 +169,42 @@ def _last_with_tools(
     if skill == "plain beside tools":
         exchange = _earlier(rng, held_out, tool_use.topics(tools))
         return Exchange(skill, exchange.messages)
-    finish = skill == "answers from results"
-    return tool_use.tool_exchange(rng, tools, held_out, skill, finish)
+    with_results = skill == "answers from results"
+    return tool_use.tool_exchange(rng, tools, held_out, skill, with_results)
 
 
-def _with_tools(
-    skill: str, unseen: bool = False, new_names: bool = False
-) -> Callable[[Random, bool], Drawn]:
+def _earlier_with_tools(rng: Random, tools: Sequence[tool_use.Tool], held_out: bool) -> Exchange:
+    """Draw an answered call, a request that no tool fits, or an exchange that needs no tool."""
+    chance = rng.random()
+    if chance < 0.55:
+        return tool_use.tool_exchange(rng, tools, held_out, "tool call", with_results=True)
+    if chance < 0.82:
+        return tool_use.decline_exchange(rng, tools, held_out)
+    return _earlier(rng, held_out, tool_use.topics(tools))
+
+
+def _with_tools(skill: str) -> Maker:
+    """Return a maker of dialogues with tools that end with an exchange of a skill."""
+
     def make(rng: Random, held_out: bool) -> Drawn:
-        tools = tool_use.offer(rng, unseen, new_names)
-        if unseen or new_names:
-            return [_last_with_tools(rng, "tool call", tools, held_out)], tools
-        exchanges = []
-        for _ in range(rng.choices((0, 1, 2, 3), (60, 20, 12, 8))[0]):
-            kind = rng.random()
-            if kind < 0.55:
-                earlier = tool_use.tool_exchange(rng, tools, held_out, "tool call", finish=True)
-            elif kind < 0.82:
-                earlier = tool_use.decline_exchange(rng, tools, held_out)
-            else:
-                earlier = _earlier(rng, held_out, tool_use.topics(tools))
-            exchanges.append(earlier)
-        return [*exchanges, _last_with_tools(rng, skill, tools, held_out)], tools
+        tools = tool_use.offer(rng)
+        (num_earlier,) = rng.choices((0, 1, 2, 3), weights=(60, 20, 12, 8))
+        earlier = [_earlier_with_tools(rng, tools, held_out) for _ in range(num_earlier)]
+        return Drawn([*earlier, _last_with_tools(rng, skill, tools, held_out)], tools)
 
     return make
+
+
+def _new_names(rng: Random, held_out: bool) -> Drawn:
+    """Draw a call of a known tool under a name and keys that training never shows."""
+    tools = tool_use.offer(rng, new_names=True)
+    return Drawn([_last_with_tools(rng, "tool call", tools, held_out)], tools)
+
+
+def _unseen_tools(rng: Random, held_out: bool) -> Drawn:
+    """Draw a call of a tool that training never shows."""
+    tools = tool_use.offer(rng, unseen=True)
+    return Drawn([_last_with_tools(rng, "tool call", tools, held_out)], tools)
 
 
 def _tool_again(rng: Random, held_out: bool) -> Drawn:
@@ -179,7 +212,7 @@ def _tool_again(rng: Random, held_out: bool) -> Drawn:
     while True:
         tools = tool_use.offer(rng)
         if any(tool.family.listed for tool in tools):
-            return tool_use.follow_up(rng, tools, held_out), tools
+            return Drawn(tool_use.follow_up(rng, tools, held_out), tools)
 
 
 # The skills whose last exchange can be drawn for any tools, and their frequencies in training.
@@ -192,13 +225,13 @@ _TOOL_SKILLS = {
 }
 
 SKILLS: dict[str, Skill] = {
-    **{name: Skill(weight, 0.9, _alone(lesson)) for name, (weight, lesson) in _LESSONS.items()},
-    "follow-up": Skill(2, 0.9, _follow_up),
-    "remembers a name": Skill(2, 0.9, _name),
-    **{name: Skill(weight, 0.9, _with_tools(name)) for name, weight in _TOOL_SKILLS.items()},
-    "tool again": Skill(2, 0.9, _tool_again),
-    "unseen names and keys": Skill(0, 0.9, _with_tools("tool call", new_names=True)),
-    "unseen tools": Skill(0, 0.9, _with_tools("tool call", unseen=True)),
+    **{name: Skill(weight, _alone(lesson)) for name, (weight, lesson) in _LESSONS.items()},
+    "follow-up": Skill(2, _follow_up),
+    "remembers a name": Skill(2, _remembers_name),
+    **{name: Skill(weight, _with_tools(name)) for name, weight in _TOOL_SKILLS.items()},
+    "tool again": Skill(2, _tool_again),
+    "unseen names and keys": Skill(0, _new_names),
+    "unseen tools": Skill(0, _unseen_tools),
 }
 _BRANCHES_WITH_TOOLS = 6
 
@@ -213,7 +246,7 @@ def make_dialogue(rng: Random, skill: str, held_out: bool, thinking: bool) -> Di
 
 
 def _system(rng: Random, exchanges: list[Exchange]) -> tuple[Message, ...]:
-    """Draw the system message of a dialogue that has none, in 40 % of the dialogues."""
+    """Draw a system message for 40 % of the dialogues that have none."""
     if rng.random() < 0.4 and exchanges[0].messages[0]["role"] != "system":
         return ({"role": "system", "content": rng.choice(_SYSTEMS)},)
     return ()
@@ -223,7 +256,7 @@ def _dialogue(
     skill: str,
     system: tuple[Message, ...],
     exchanges: list[Exchange],
-    tools: list[tool_use.Tool],
+    tools: Sequence[tool_use.Tool],
     thinking: bool,
 ) -> Dialogue:
     """Join exchanges to a dialogue.
@@ -231,13 +264,20 @@ def _dialogue(
     Only the last exchange has reasoning, and only if `thinking` is true, because prompts do not
     contain earlier reasoning.
     """
-    messages = list(system)
-    for exchange in exchanges:
-        keep = thinking and exchange is exchanges[-1]
-        for message in exchange.messages:
-            kept = {k: v for k, v in message.items() if keep or k != "reasoning_content"}
-            messages.append(kept)
+    *earlier, last = exchanges
+    messages = [*system]
+    for exchange in earlier:
+        messages += _without_reasoning(exchange)
+    messages += last.messages if thinking else _without_reasoning(last)
     return Dialogue(skill, tuple(messages), tool_use.definitions(tools), thinking)
+
+
+def _without_reasoning(exchange: Exchange) -> list[Message]:
+    """Return the messages of an exchange without the assistant's reasoning."""
+    return [
+        {key: value for key, value in message.items() if key != "reasoning_content"}
+        for message in exchange.messages
+    ]
 
 
 def _make_exchanges(rng: Random, skill: str, held_out: bool) -> Drawn:
@@ -247,10 +287,8 @@ def _make_exchanges(rng: Random, skill: str, held_out: bool) -> Drawn:
         NoKeyError: no draw for this skill has a fitting prompt.
     """
     for _ in range(_MAX_TOOL_DRAWS):
-        try:
+        with suppress(NoKeyError):
             return SKILLS[skill].make(rng, held_out)
-        except NoKeyError:
-            continue
     raise NoKeyError(f"{skill}: no prompt has held_out={held_out}")
 
 
@@ -261,17 +299,21 @@ def training_group(rng: Random) -> list[Dialogue]:
     several dialogues, because the definitions of the tools are much longer than an exchange, and
     the training computes them once. Any other group has one dialogue.
     """
-    names = list(SKILLS)
-    skill = rng.choices(names, [SKILLS[name].weight for name in names])[0]
-    exchanges, tools = _make_exchanges(rng, skill, held_out=False)
-    lasts = [(skill, exchanges[-1])]
+    weights = [skill.weight for skill in SKILLS.values()]
+    (skill,) = rng.choices(list(SKILLS), weights)
+    (*earlier, last), tools = _make_exchanges(rng, skill, held_out=False)
+    last_exchanges = [(skill, last)]
     if tools:
-        weights = list(_TOOL_SKILLS.values())
-        others = rng.choices(list(_TOOL_SKILLS), weights, k=_BRANCHES_WITH_TOOLS - 1)
+        other_skills = rng.choices(
+            list(_TOOL_SKILLS), list(_TOOL_SKILLS.values()), k=_BRANCHES_WITH_TOOLS - 1
+        )
         with suppress(NoKeyError):  # Some tools have no prompt that training may use.
-            lasts += [(other, _last_with_tools(rng, other, tools, False)) for other in others]
-    system = _system(rng, exchanges)
+            last_exchanges += [
+                (other_skill, _last_with_tools(rng, other_skill, tools, held_out=False))
+                for other_skill in other_skills
+            ]
+    system = _system(rng, [*earlier, last])
     return [
-        _dialogue(name, system, [*exchanges[:-1], last], tools, rng.random() < 0.5)
-        for name, last in lasts
+        _dialogue(name, system, [*earlier, exchange], tools, thinking=rng.random() < 0.5)
+        for name, exchange in last_exchanges
     ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from random import Random
+from typing import NamedTuple
 
 from . import words
-from .base import Exchange, Message, draw, plain, vary
-from .retrieval import _DISHES, _HOBBIES, _JOBS, _PETS
-from .world import BACKWARD, FAMOUS, FORWARD, PEOPLE, PLACES, RIVER
+from .base import Candidate, Exchange, draw, plain, vary
+from .retrieval import DISHES, HOBBIES, JOBS, PETS
+from .world import ATTRIBUTES, FAMOUS, PEOPLE, PLACES, RIVER, Person, Place
 
 _HEADS = (
     "Answer from these passages:",
@@ -19,87 +20,96 @@ _HEADS = (
 )
 
 
-def _passages(rng: Random) -> tuple[list[str], str, str, str]:
-    """Draw passages and one question: passages, question, reasoning and answer."""
+class _Text(NamedTuple):
+    """Passages, and a question that one of them answers."""
+
+    passages: list[str]
+    question: str
+    answer: str
+
+
+def _text_about_place(rng: Random) -> _Text:
+    """Draw a place of the fixed world or a new one, passages, and a question about the place."""
+    known = rng.choice(PLACES)
+    if rng.random() < 0.5:
+        name, river = known.name, known.river
+    else:
+        name, river = words.made_up(rng), words.made_up(rng)
+    others = [
+        f"{words.made_up(rng)} is famous for its {words.phrase(rng)}."
+        for _ in range(rng.randint(0, 2))
+    ]
+    place = Place(name, river, famous_for="")
+    passage = place.river_sentence
+    if rng.random() < 0.5:
+        place = Place(name, river, famous_for=f"its {words.phrase(rng)}")
+        passage = place.description
+        if rng.random() < 0.4:
+            question = rng.choice(FAMOUS).format(name=name)
+            return _Text([*others, passage], question, place.fame_sentence)
+    question = rng.choice(RIVER).format(name=name)
+    return _Text([*others, passage], question, place.river_sentence)
+
+
+def _text_about_person(rng: Random, *, is_known: bool, asks_for_person: bool) -> _Text:
+    """Draw passages about people, and a question about one of them.
+
+    Args:
+        rng: The source of randomness.
+        is_known: Whether the question is about a person of the fixed world.
+        asks_for_person: Whether the question is for the person, such as `Who lives in Rome?`.
+    """
+    person = _new_person(rng)
+    if is_known:
+        person = rng.choice(PEOPLE)
+    attribute = rng.choice(list(ATTRIBUTES))
+    wordings, value = ATTRIBUTES[attribute], getattr(person, attribute)
+    answer = person.sentence(attribute)
+    passages = [person.description if rng.random() < 0.5 else answer]
+    passages += [_other_passage(rng) for _ in range(rng.randint(0, 3))]
+    rng.shuffle(passages)
+    question = rng.choice(wordings.questions).format(name=person.name)
+    if asks_for_person:
+        question = rng.choice(wordings.who_questions).format(value=value)
+        answer = wordings.who_answer.format(name=person.name, value=value)
+    return _Text(passages, question, answer)
+
+
+def _new_person(rng: Random) -> Person:
+    return Person(
+        name=words.first_name(rng),
+        city=words.city(rng),
+        job=rng.choice(JOBS),
+        pet=rng.choice(PETS),
+        food=f"{rng.choice(words.NOUNS)} {rng.choice(DISHES)}",
+        hobby=rng.choice(HOBBIES),
+    )
+
+
+def _other_passage(rng: Random) -> str:
+    """Draw a passage about a new person, such as `Treldova lives in Rome.`."""
+    attribute = rng.choice(list(ATTRIBUTES))
+    value = words.city(rng) if attribute == "city" else words.made_up(rng).lower()
+    return ATTRIBUTES[attribute].answer.format(name=words.made_up(rng), value=value)
+
+
+def _draw_text(rng: Random) -> _Text:
+    """Draw passages about a place or, in most cases, about people."""
     chance = rng.random()
     if chance < 0.2:
-        place = rng.choice(PLACES)
-        name, river = (
-            (place.name, place.river)
-            if rng.random() < 0.5
-            else (words.made_up(rng), words.made_up(rng))
-        )
-        passage = f"The river {river} flows through {name}."
-        others = [
-            f"{words.made_up(rng)} is famous for its {words.phrase(rng)}."
-            for _ in range(rng.randint(0, 2))
-        ]
-        if rng.random() < 0.5:
-            famous = f"its {words.phrase(rng)}"
-            passage = f"{name} is a city on the river {river}, famous for {famous}."
-            if rng.random() < 0.4:
-                return (
-                    [*others, passage],
-                    rng.choice(FAMOUS).format(name=name),
-                    passage,
-                    f"{name} is famous for {famous}.",
-                )
-        return (
-            [*others, passage],
-            rng.choice(RIVER).format(name=name),
-            passage,
-            f"The river {river} flows through {name}.",
-        )
-    values: Message = {
-        "name": words.first_name(rng),
-        "city": words.city(rng),
-        "job": rng.choice(_JOBS),
-        "pet": rng.choice(_PETS),
-        "food": f"{rng.choice(words.NOUNS)} {rng.choice(_DISHES)}",
-        "hobby": rng.choice(_HOBBIES),
-    }
-    if chance < 0.35:
-        person = rng.choice(PEOPLE)
-        values = {key: getattr(person, key) for key in values}
-    name, attribute = values["name"], rng.choice(list(FORWARD))
-    answer = FORWARD[attribute][0].format(name=name, value=values[attribute])
-    whole = (
-        f"{name} is a {values['job']} from {values['city']}. {name} has a {values['pet']}, "
-        f"likes {values['food']} and enjoys {values['hobby']}."
-    )
-    passages = [whole if rng.random() < 0.5 else answer]
-    for _ in range(rng.randint(0, 3)):
-        other = rng.choice(list(FORWARD))
-        value = words.city(rng) if other == "city" else words.made_up(rng).lower()
-        passages.append(FORWARD[other][0].format(name=words.made_up(rng), value=value))
-    rng.shuffle(passages)
-    question = rng.choice(FORWARD[attribute][2]).format(name=name)
-    if chance > 0.75:
-        question = rng.choice(BACKWARD[attribute]).format(value=values[attribute])
-        verb = {"city": "lives in {v}", "job": "is a {v}", "pet": "has a {v}", "food": "likes {v}"}
-        if attribute == "hobby":
-            answer = f"{name}'s hobby is {values['hobby']}."
-        else:
-            answer = f"{name} {verb[attribute].format(v=values[attribute])}."
-    return (
-        passages,
-        question,
-        passages[passages.index(whole)] if whole in passages else answer,
-        answer,
-    )
+        return _text_about_place(rng)
+    return _text_about_person(rng, is_known=chance < 0.35, asks_for_person=chance > 0.75)
 
 
 def read(rng: Random, held_out: bool) -> Exchange:
     """Ask about passages that the system message contains. They are held out by their words."""
 
-    def make() -> tuple[str, Exchange]:
-        passages, question, _, answer = _passages(rng)
-        system = "\n".join([rng.choice(_HEADS), *passages])
-        exchange = plain(
-            "answers from passages", vary(rng, question), "The passages say it.", answer
-        )
-        return system, Exchange(
-            exchange.skill, ({"role": "system", "content": system}, *exchange.messages)
-        )
+    def propose() -> Candidate[Exchange]:
+        text = _draw_text(rng)
+        system = "\n".join([rng.choice(_HEADS), *text.passages])
+        skill, messages = "answers from passages", ({"role": "system", "content": system},)
+        user = vary(rng, text.question)
+        exchange = plain(skill, user, reasoning="The passages say it.", answer=text.answer)
+        return Candidate(key=system, example=Exchange(skill, messages + exchange.messages))
 
-    return draw(make, held_out)
+    return draw(propose, held_out)

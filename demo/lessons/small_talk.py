@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from . import words
-from .base import Exchange, draw, plain, vary
+from .base import Candidate, Exchange, draw, plain, vary
 
 NAME = "Nereid's demo model"
 DECLINE = (
@@ -94,21 +94,28 @@ _ASK_NAME = (
 def talk(rng: Random, held_out: bool) -> Exchange:
     """Draw a greeting or a question about the model. The words decide what is held out."""
 
-    def make() -> tuple[str, Exchange]:
-        forms, reasoning, answer = rng.choice(_TALK)
-        user = rng.choice(forms).format(x=rng.choice(_FRIENDLY))
-        if user[-1] not in "?.":
-            user += rng.choice(("", "!", ".", "!", "!!", ", " + words.made_up(rng) + "!"))
-        elif rng.random() < 0.25:
-            user = user[:-1] + rng.choice(("", "??", ", please" + user[-1], " " + user[-1]))
-        if rng.random() < 0.35:
-            opener = rng.choice(("Oh", "Well", "So", "OK", "Ah", "Right", "Hm", "Please", "Now"))
-            user = f"{opener}, {user[0].lower()}{user[1:]}"
-        if rng.random() < 0.15:
-            user = user.lower()
-        return user, plain("small talk", user, reasoning, answer)
+    def propose() -> Candidate[Exchange]:
+        messages, reasoning, answer = rng.choice(_TALK)
+        user = _vary_chat(rng, rng.choice(messages).format(x=rng.choice(_FRIENDLY)))
+        exchange = plain("small talk", user, reasoning=reasoning, answer=answer)
+        return Candidate(key=user, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
+
+
+def _vary_chat(rng: Random, text: str) -> str:
+    """Return a short message with another end, with an opener or in lower case.
+
+    Example: `Hello there` can become `Well, hello there!!`.
+    """
+    if text[-1] not in "?.":
+        text += rng.choice(("", "!", ".", "!", "!!", ", " + words.made_up(rng) + "!"))
+    elif rng.random() < 0.25:
+        text = text[:-1] + rng.choice(("", "??", ", please" + text[-1], " " + text[-1]))
+    if rng.random() < 0.35:
+        opener = rng.choice(("Oh", "Well", "So", "OK", "Ah", "Right", "Hm", "Please", "Now"))
+        text = f"{opener}, {text[0].lower()}{text[1:]}"
+    return text.lower() if rng.random() < 0.15 else text
 
 
 def fill_unknown(rng: Random) -> str:
@@ -128,30 +135,32 @@ def fill_unknown(rng: Random) -> str:
 def unknown(rng: Random, held_out: bool) -> Exchange:
     """Ask for something that no lesson teaches. The answer declines politely."""
 
-    def make() -> tuple[str, Exchange]:
-        user = fill_unknown(rng)
-        return user, plain("declines", vary(rng, user), "I do not know this.", DECLINE)
+    def propose() -> Candidate[Exchange]:
+        request = fill_unknown(rng)
+        user = vary(rng, request)
+        exchange = plain("declines", user, reasoning="I do not know this.", answer=DECLINE)
+        return Candidate(key=request, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def remember_name(rng: Random, held_out: bool) -> list[Exchange]:
     """Tell the user's name first and ask for the name last. The name decides what is held out."""
 
-    def make() -> tuple[str, list[Exchange]]:
+    def propose() -> Candidate[list[Exchange]]:
         name = words.full_name(rng) if rng.random() < 0.2 else words.first_name(rng)
-        told = plain(
+        introduction = plain(
             "remembers a name",
             rng.choice(_MY_NAME).format(name),
-            f"The user is called {name}.",
-            f"Nice to meet you, {name}!",
+            reasoning=f"The user is called {name}.",
+            answer=f"Nice to meet you, {name}!",
         )
-        asked = plain(
+        question = plain(
             "remembers a name",
             rng.choice(_ASK_NAME),
-            f"Earlier the user said: {name}.",
-            f"Your name is {name}.",
+            reasoning=f"Earlier the user said: {name}.",
+            answer=f"Your name is {name}.",
         )
-        return name, [told, asked]
+        return Candidate(key=name, example=[introduction, question])
 
-    return draw(make, held_out)
+    return draw(propose, held_out)

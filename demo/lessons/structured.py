@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import arithmetic, extraction, knowledge, words
-from .base import Exchange, Message, draw, vary
+from .base import Candidate, Exchange, Message, draw, listing, vary, with_article
 from .small_talk import fill_unknown
 
-# For each key, the function that draws its value. The keys of the first group are about people, the
-# keys of the second group are about things.
 Maker = Callable[[Random], Any]
+"""A function that draws the value of a key."""
 
 
 def _pick(text: str) -> Maker:
@@ -92,100 +91,76 @@ def _food(rng: Random) -> list[str]:
     )
 
 
-_THINGS: dict[str, tuple[tuple[str, ...], dict[str, Maker]]] = {
-    "city": (
-        ("city", "name", "country", "population", "capital", "description", "river"),
-        {
-            "city": _real_city,
-            "name": _real_city,
-            "capital": _real_city,
-            "country": _COUNTRY,
-            "population": lambda rng: rng.randint(1, 99) * 100000,
-            "description": _SENTENCE,
-            "river": words.made_up,
-        },
-    ),
-    "book": (
-        ("title", "author", "year", "genre", "pages", "name"),
-        {
-            "title": _title,
-            "name": _title,
-            "author": _person_name,
-            "year": lambda rng: rng.randint(1900, 2024),
-            "genre": _pick("novel poetry history comedy drama fantasy"),
-            "pages": lambda rng: rng.randint(80, 600),
-        },
-    ),
-    "film": (
-        ("title", "year", "director", "genre", "rating", "name"),
-        {
-            "title": _title,
-            "name": _title,
-            "director": _person_name,
-            "year": lambda rng: rng.randint(1930, 2024),
-            "genre": _pick("comedy drama fantasy adventure history"),
-            "rating": lambda rng: rng.randint(1, 10),
-        },
-    ),
-    "product": (
-        ("name", "price", "in_stock", "colour", "category", "description", "quantity"),
-        {
-            "name": words.phrase,
-            "price": lambda rng: rng.randint(2, 500),
-            "in_stock": lambda rng: rng.random() < 0.7,
-            "colour": _COLOUR,
-            "category": _pick("kitchen garden clothes music toys books"),
-            "description": _SENTENCE,
-            "quantity": lambda rng: rng.randint(1, 50),
-        },
-    ),
-    "animal": (
-        ("name", "animal", "species", "legs", "age", "colour", "sound"),
-        {
-            "name": lambda rng: rng.choice(words.FIRST_NAMES),
-            "animal": _pick("cat dog horse rabbit fox owl"),
-            "species": _pick("cat dog horse rabbit fox owl"),
-            "legs": lambda rng: rng.choice((2, 4)),
-            "age": lambda rng: rng.randint(1, 15),
-            "colour": _COLOUR,
-            "sound": _pick("Meow Woof Moo Neigh Hoot"),
-        },
-    ),
-    "recipe": (
-        ("name", "title", "ingredients", "minutes", "servings", "steps", "difficulty"),
-        {
-            "name": _pick("Tomato soup|Apple pie|Rice salad|Onion tart|Pancakes"),
-            "title": _pick("Tomato soup|Apple pie|Rice salad|Onion tart|Pancakes"),
-            "ingredients": _food,
-            "minutes": lambda rng: rng.randint(10, 90),
-            "servings": lambda rng: rng.randint(1, 8),
-            "steps": lambda _: ["Mix everything.", "Cook it.", "Serve it."],
-            "difficulty": _pick("easy medium hard"),
-        },
-    ),
-    "event": (
-        ("title", "name", "date", "time", "location", "city", "participants"),
-        {
-            "title": _pick("Team meeting|Birthday party|Concert|Dinner|Book club"),
-            "name": _pick("Team meeting|Birthday party|Concert|Dinner|Book club"),
-            "date": lambda rng: f"2025-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}",
-            "time": words.clock,
-            "location": _real_city,
-            "city": _real_city,
-            "participants": lambda rng: rng.sample(words.FIRST_NAMES, 2),
-        },
-    ),
-    "company": (
-        ("name", "city", "employees", "founded", "industry", "ceo"),
-        {
-            "name": lambda rng: f"{words.made_up(rng)} Ltd",
-            "city": _real_city,
-            "employees": lambda rng: words.number(rng, 4),
-            "founded": lambda rng: rng.randint(1900, 2020),
-            "industry": _pick("food music books travel health energy"),
-            "ceo": _person_name,
-        },
-    ),
+_THINGS: dict[str, dict[str, Maker]] = {
+    "city": {
+        "city": _real_city,
+        "name": _real_city,
+        "country": _COUNTRY,
+        "population": lambda rng: rng.randint(1, 99) * 100000,
+        "capital": _real_city,
+        "description": _SENTENCE,
+        "river": words.made_up,
+    },
+    "book": {
+        "title": _title,
+        "author": _person_name,
+        "year": lambda rng: rng.randint(1900, 2024),
+        "genre": _pick("novel poetry history comedy drama fantasy"),
+        "pages": lambda rng: rng.randint(80, 600),
+        "name": _title,
+    },
+    "film": {
+        "title": _title,
+        "year": lambda rng: rng.randint(1930, 2024),
+        "director": _person_name,
+        "genre": _pick("comedy drama fantasy adventure history"),
+        "rating": lambda rng: rng.randint(1, 10),
+        "name": _title,
+    },
+    "product": {
+        "name": words.phrase,
+        "price": lambda rng: rng.randint(2, 500),
+        "in_stock": lambda rng: rng.random() < 0.7,
+        "colour": _COLOUR,
+        "category": _pick("kitchen garden clothes music toys books"),
+        "description": _SENTENCE,
+        "quantity": lambda rng: rng.randint(1, 50),
+    },
+    "animal": {
+        "name": lambda rng: rng.choice(words.FIRST_NAMES),
+        "animal": _pick("cat dog horse rabbit fox owl"),
+        "species": _pick("cat dog horse rabbit fox owl"),
+        "legs": lambda rng: rng.choice((2, 4)),
+        "age": lambda rng: rng.randint(1, 15),
+        "colour": _COLOUR,
+        "sound": _pick("Meow Woof Moo Neigh Hoot"),
+    },
+    "recipe": {
+        "name": _pick("Tomato soup|Apple pie|Rice salad|Onion tart|Pancakes"),
+        "title": _pick("Tomato soup|Apple pie|Rice salad|Onion tart|Pancakes"),
+        "ingredients": _food,
+        "minutes": lambda rng: rng.randint(10, 90),
+        "servings": lambda rng: rng.randint(1, 8),
+        "steps": lambda _: ["Mix everything.", "Cook it.", "Serve it."],
+        "difficulty": _pick("easy medium hard"),
+    },
+    "event": {
+        "title": _pick("Team meeting|Birthday party|Concert|Dinner|Book club"),
+        "name": _pick("Team meeting|Birthday party|Concert|Dinner|Book club"),
+        "date": lambda rng: f"2025-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}",
+        "time": words.clock,
+        "location": _real_city,
+        "city": _real_city,
+        "participants": lambda rng: rng.sample(words.FIRST_NAMES, 2),
+    },
+    "company": {
+        "name": lambda rng: f"{words.made_up(rng)} Ltd",
+        "city": _real_city,
+        "employees": lambda rng: words.number(rng, 4),
+        "founded": lambda rng: rng.randint(1900, 2020),
+        "industry": _pick("food music books travel health energy"),
+        "ceo": _person_name,
+    },
 }
 _PERSON_NOUNS = words.split(
     "person|fictional person|character|fictional character|random person|user|customer|student|"
@@ -257,179 +232,210 @@ _CLASSIFY = (
 )
 
 
-def object_text(values: Message) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return a JSON object's text and the spans of its given parts: the brace and the keys.
+_EXTRACT = (
+    "Extract the data: {0}",
+    "{0}",
+    "Extract the person: {0}",
+    "Read this: {0}",
+    "Extract the information from this text: {0}",
+    "Parse: {0}",
+    "{0}\nExtract the data.",
+    "Extract the event: {0}",
+    "Extract the details: {0}",
+    "What does this say? {0}",
+)
+# Positive and negative texts are twice as frequent as neutral ones.
+_SENTIMENTS = (
+    ("positive", _POSITIVE),
+    ("negative", _NEGATIVE),
+    ("positive", _POSITIVE),
+    ("negative", _NEGATIVE),
+    ("neutral", _NEUTRAL),
+)
+_SUM_KEYS = ["answer", "result", "sum", "left", "right", "a", "b", "value", "total"]
+_GENERIC_VALUES: tuple[Maker, ...] = (
+    words.phrase,
+    words.phrase,
+    lambda rng: rng.choice(words.NOUNS),
+    words.first_name,
+    lambda rng: rng.randint(1, 100),
+    lambda rng: rng.random() < 0.5,
+    lambda rng: rng.sample(words.NOUNS, rng.randint(1, 3)),
+    lambda rng: rng.randint(1, 9) / 2,
+)
 
-    Example: `{"name": "Ann"}` has the span of `{"name":`.
+
+class _Task(NamedTuple):
+    """A request for an object.
+
+    Attributes:
+        request: The user's message.
+        values: The object.
+        open_share: The probability that the model must learn the whole object, because no part of
+            the answer is marked as given.
+    """
+
+    request: str
+    values: Message
+    open_share: float
+
+
+def object_text(values: Message) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Return a JSON object's text, and the start and end of each given part of the text.
+
+    The given parts are the brace and the keys. Example: `{"name": "Ann", "age": 3}` has the given
+    parts `{"name":` and ` "age":`.
     """
     text, spans = "", []
     for key, value in values.items():
-        text += ", " if text else ""
-        start = max(0, len(text) - 1)
-        text += ("" if start else "{") + json.dumps(key) + ":"
+        text += "," if text else ""
+        start = len(text)
+        text += (" " if text else "{") + json.dumps(key) + ":"
         spans.append((start, len(text)))
         text += " " + json.dumps(value, ensure_ascii=False)
     return text + "}", tuple(spans)
 
 
-def _answer(
-    rng: Random, user: str, reasoning: str, values: Message, open_share: float, is_free: bool
-) -> Exchange:
-    """Build the exchange.
-
-    Args:
-        rng: The source of randomness.
-        user: The request.
-        reasoning: The reasoning before the answer.
-        values: The object.
-        open_share: The probability that no part of the answer is marked as given.
-        is_free: Whether other values of the same types are right, too.
-    """
-    text, spans = object_text(values)
-    answer = {"role": "assistant", "reasoning_content": reasoning, "content": text}
-    answer |= {"keys": list(values), "is_free": is_free}
-    if rng.random() >= open_share:
-        answer["given"] = spans
-    return Exchange("schema", ({"role": "user", "content": user}, answer))
-
-
 def _some(rng: Random, keys: list[str], most: int = 5) -> list[str]:
+    """Draw up to `most` of the keys, usually two or three."""
     return rng.sample(keys, min(len(keys), rng.choice((1, 2, 2, 2, 3, 3, 4, most))))
 
 
-def _invent(rng: Random) -> tuple[str, Message, float]:
-    """Draw a request to invent something, and the values of its object."""
-    keys: list[str]
-    makers: dict[str, Maker]
+def _invent(rng: Random) -> _Task:
+    """Draw a request to invent a person or a thing, and the values of the object."""
     if rng.random() < 0.55:
         noun, makers = rng.choice((*_PERSON_NOUNS, *["person"] * 14)), _PEOPLE_KEYS
         keys = ["name", "age"] if rng.random() < 0.4 else _some(rng, list(makers))
     else:
-        noun, (names, makers) = rng.choice(list(_THINGS.items()))
-        keys = _some(rng, list(names))
+        noun, makers = rng.choice(list(_THINGS.items()))
+        keys = _some(rng, list(makers))
         if noun == "film" and rng.random() < 0.5:
             noun = "movie"
-    user = rng.choice(_INVENT).format(noun)
+    request = rng.choice(_INVENT).format(noun)
     if noun[0] in "aeiou":
-        user = user.replace(" a ", " an ", 1)
+        request = request.replace(" a ", " an ", 1)
     names_keys = rng.random() < 0.45
     if names_keys:
-        named = [key.replace("_", " ") for key in keys]
-        if rng.random() < 0.4:
-            named = [("an " if name[0] in "aeiou" else "a ") + name for name in named]
-        end = user[-1] if user[-1] in ".?" else ""
-        listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
-        user = user.rstrip(".?") + rng.choice(_WITH).format(listed) + end
+        request = _with_keys(rng, request, keys)
     values = {key: makers[key](rng) for key in keys}
     if "email" in values and "name" in values:
         values["email"] = f"{values['name'].split()[0].lower()}@example.com"
     # The plain request has the most usual keys, so that the model answers it with an object even if
     # no grammar requires an object.
     is_open = keys == ["name", "age"] or names_keys
-    return user, values, 0.8 if is_open else 0.0
+    return _Task(request, values, open_share=0.8 if is_open else 0.0)
 
 
-def _generic(rng: Random) -> tuple[str, Message, float]:
-    """Draw any request and any keys: values are plain words and numbers, and the object ends."""
-    makers: tuple[Maker, ...] = (
-        words.phrase,
-        words.phrase,
-        lambda rng: rng.choice(words.NOUNS),
-        words.first_name,
-        lambda rng: rng.randint(1, 100),
-        lambda rng: rng.random() < 0.5,
-        lambda rng: rng.sample(words.NOUNS, rng.randint(1, 3)),
-        lambda rng: rng.randint(1, 9) / 2,
-    )
+def _with_keys(rng: Random, request: str, keys: list[str]) -> str:
+    """Add the names of the keys to a request.
+
+    Example: `Invent a person.` becomes `Invent a person with a first name and an age.`
+    """
+    names = [key.replace("_", " ") for key in keys]
+    if rng.random() < 0.4:
+        names = [with_article(name) for name in names]
+    end = request[-1] if request[-1] in ".?" else ""
+    return request.rstrip(".?") + rng.choice(_WITH).format(listing(names)) + end
+
+
+def _generic(rng: Random) -> _Task:
+    """Draw any request, and an object with random nouns as keys and any values."""
     keys = [rng.choice(words.NOUNS) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.4:
         keys = [f"{rng.choice(words.ADJECTIVES)}_{key}" for key in keys]
-    user = rng.choice(_GENERIC_PROMPTS) if rng.random() < 0.5 else fill_unknown(rng)
-    return user, {key: rng.choice(makers)(rng) for key in keys}, 0.0
+    request = rng.choice(_GENERIC_PROMPTS) if rng.random() < 0.5 else fill_unknown(rng)
+    values = {key: rng.choice(_GENERIC_VALUES)(rng) for key in keys}
+    return _Task(request, values, open_share=0.0)
 
 
-def _sum(rng: Random) -> tuple[str, Message, float]:
+def _sum(rng: Random) -> _Task:
+    """Draw a sum, and an object with the result or the two numbers."""
     a, b = rng.randint(1, 99), rng.randint(1, 99)
-    values: Message = {}
-    for key in _some(
-        rng, ["answer", "result", "sum", "left", "right", "a", "b", "value", "total"], 4
-    ):
-        values[key] = a if key in ("left", "a") else b if key in ("right", "b") else a + b
-    return arithmetic.plus_request(rng, a, b), values, 0.02
+    numbers = {"left": a, "a": a, "right": b, "b": b}
+    values = {key: numbers.get(key, a + b) for key in _some(rng, _SUM_KEYS, most=4)}
+    return _Task(arithmetic.plus_request(rng, a, b), values, open_share=0.02)
 
 
-def _asked(ask: knowledge.Question) -> Callable[[Random], tuple[str, Message, float]]:
-    def make(rng: Random) -> tuple[str, Message, float]:
-        user, _, _, values = ask(rng)
-        keys = [rng.choice(list(values))]
-        if "country" in values and rng.random() < 0.5:
+def _asked(ask: knowledge.Ask) -> Callable[[Random], _Task]:
+    """Return a function that draws a question of common knowledge and an object as the answer."""
+
+    def draw_task(rng: Random) -> _Task:
+        fact = ask(rng)
+        keys = [rng.choice(list(fact.values))]
+        if "country" in fact.values and rng.random() < 0.5:
             keys = rng.sample(["country", "capital"], 2)
-        return user, {key: values[key] for key in keys}, 0.02
+        values = {key: fact.values[key] for key in keys}
+        return _Task(fact.question, values, open_share=0.02)
 
-    return make
+    return draw_task
 
 
-def _sentiment(rng: Random) -> tuple[str, Message, float]:
-    label, texts = rng.choice(
-        (
-            ("positive", _POSITIVE),
-            ("negative", _NEGATIVE),
-            ("positive", _POSITIVE),
-            ("negative", _NEGATIVE),
-            ("neutral", _NEUTRAL),
-        )
-    )
+def _sentiment(rng: Random) -> _Task:
+    """Draw a text whose sentiment the object contains."""
+    label, texts = rng.choice(_SENTIMENTS)
     text = rng.choice(texts).format(x=rng.choice(words.NOUNS)) + rng.choice(("", ".", "!"))
     key = rng.choice(("sentiment", "sentiment", "label", "answer", "result", "class", "category"))
     values: Message = {key: label}
     if rng.random() < 0.2:
         values["confidence"] = rng.choice((0.8, 0.9))
-    return rng.choice(_CLASSIFY).format(text), values, 0.3
+    return _Task(rng.choice(_CLASSIFY).format(text), values, open_share=0.3)
 
 
-def _extracted(rng: Random) -> tuple[str, Message, float]:
+def _extracted(rng: Random) -> _Task:
+    """Draw a sentence, some of whose fields the object contains."""
     text, values = extraction.sentence(rng)
     keys = rng.sample(list(values), rng.randint(1, len(values)))
-    form = rng.choice(
-        (
-            "Extract the data: {0}",
-            "{0}",
-            "Extract the person: {0}",
-            "Read this: {0}",
-            "Extract the information from this text: {0}",
-            "Parse: {0}",
-            "{0}\nExtract the data.",
-            "Extract the event: {0}",
-            "Extract the details: {0}",
-            "What does this say? {0}",
-        )
-    )
-    return form.format(text), {key: values[key] for key in keys}, 0.02
+    request = rng.choice(_EXTRACT).format(text)
+    return _Task(request, {key: values[key] for key in keys}, open_share=0.02)
 
 
-_KINDS: tuple[tuple[Callable[[Random], tuple[str, Message, float]], int, str], ...] = (
-    (_invent, 9, "An invented object."),
-    (_generic, 3, "An example."),
-    (_sum, 3, "A sum."),
-    (_asked(knowledge.capital), 2, "A capital."),
-    (_asked(knowledge.translation), 1, "A word."),
-    (_asked(knowledge.counted_list), 3, "A list."),
-    (_asked(knowledge.fact), 2, "A fact."),
-    (_sentiment, 2, "The sentiment."),
-    (_extracted, 3, "The data."),
+class _Kind(NamedTuple):
+    """A kind of request.
+
+    Attributes:
+        draw_task: Draws a request of this kind.
+        weight: The frequency.
+        reasoning: The reasoning before the object.
+        is_free: Whether other values of the same types are right, too.
+    """
+
+    draw_task: Callable[[Random], _Task]
+    weight: int
+    reasoning: str
+    is_free: bool = False
+
+
+_KINDS = (
+    _Kind(_invent, 9, "An invented object.", is_free=True),
+    _Kind(_generic, 3, "An example.", is_free=True),
+    _Kind(_sum, 3, "A sum."),
+    _Kind(_asked(knowledge.capital), 2, "A capital."),
+    _Kind(_asked(knowledge.translation), 1, "A word."),
+    _Kind(_asked(knowledge.counted_list), 3, "A list."),
+    _Kind(_asked(knowledge.fact), 2, "A fact."),
+    _Kind(_sentiment, 2, "The sentiment."),
+    _Kind(_extracted, 3, "The data."),
 )
 
 
 def answer_with_object(rng: Random, held_out: bool) -> Exchange:
     """Answer with a JSON object of prescribed keys. It is held out by the request and the keys."""
 
-    def make() -> tuple[str, Exchange]:
-        kinds, weights, thoughts = zip(*_KINDS, strict=True)
-        index = rng.choices(range(len(kinds)), weights)[0]
-        user, values, open_share = kinds[index](rng)
-        key = f"{user} {sorted(values)}"
-        user = vary(rng, user)
-        is_free = kinds[index] in (_invent, _generic)
-        return key, _answer(rng, user, thoughts[index], values, open_share, is_free)
+    def propose() -> Candidate[Exchange]:
+        (kind,) = rng.choices(_KINDS, [kind.weight for kind in _KINDS])
+        task = kind.draw_task(rng)
+        user = vary(rng, task.request)
+        text, given = object_text(task.values)
+        answer: Message = {
+            "role": "assistant",
+            "reasoning_content": kind.reasoning,
+            "content": text,
+            "keys": list(task.values),
+            "is_free": kind.is_free,
+        }
+        if rng.random() >= task.open_share:
+            answer["given"] = given
+        exchange = Exchange("schema", ({"role": "user", "content": user}, answer))
+        return Candidate(key=f"{task.request} {sorted(task.values)}", example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)

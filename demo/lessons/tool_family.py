@@ -6,14 +6,35 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import words
-from .base import listing
+from .base import capitalised, listing
 
 Values = dict[str, Any]
-Fill = Callable[[Random], tuple[Values, Values]]
-Result = Callable[[Random, Values], tuple[Any, str]]
+
+
+class Filled(NamedTuple):
+    """The values of a family's slots.
+
+    Attributes:
+        values: The arguments.
+        written: The slots whose value the user writes differently, for example `off` for False.
+    """
+
+    values: Values
+    written: Values
+
+
+class ToolResult(NamedTuple):
+    """The result of a call as JSON, and the answer to the user."""
+
+    returned: Any
+    answer: str
+
+
+Fill = Callable[[Random], Filled]
+Result = Callable[[Random, Values], ToolResult]
 
 
 @dataclass(frozen=True)
@@ -47,8 +68,8 @@ class Family:
         descriptions: The descriptions that a tool may have in its schema.
         parameters: The arguments.
         requests: The texts of requests. `{slot}` stands for a value as the user writes it.
-        fill: Draws the values and, if they differ, the forms in which the user writes them.
-        result: Draws the result of the tool for these values, and the answer to the user.
+        fill: Draws the values of the slots.
+        result: Draws the result of a call with some values, and the answer to the user.
         listed: Slots that a user may fill with two values at once, for two calls.
     """
 
@@ -63,12 +84,14 @@ class Family:
 
 
 def variant(rng: Random, options: Sequence[str], held_out: bool) -> str:
-    """Draw an option for training, or return the option for the evaluation if there is one."""
+    """Draw an option for training, or return the option for the evaluation.
+
+    The last of at least four options is never used in training. The first option is the usual one.
+    """
     if len(options) < 4:
         return rng.choice(options)
     if held_out:
         return options[-1]
-    # The first options are the usual ones.
     return options[0] if rng.random() < 0.25 else rng.choice(options[:-1])
 
 
@@ -81,28 +104,42 @@ def parameter(
     required: bool = True,
     said: str = "",
 ) -> Parameter:
-    """Make a parameter from keys and choices that are separated by blanks."""
+    """Make a parameter from keys and choices that are separated by blanks.
+
+    `said` contains the descriptions, which are separated by bars.
+    """
     return Parameter(
-        slot,
-        words.split(keys),
-        kind,
-        words.split(choices),
-        required,
-        tuple(text.strip() for text in said.split("|")) if said else (),
+        slot=slot,
+        keys=words.split(keys),
+        type=kind,
+        choices=words.split(choices),
+        required=required,
+        descriptions=tuple(text.strip() for text in said.split("|")) if said else (),
     )
 
 
 def fill(**makers: Callable[[Random], Any]) -> Fill:
-    """Make a `fill` that draws each slot by itself."""
-    return lambda rng: ({slot: make(rng) for slot, make in makers.items()}, {})
+    """Make a `fill` that draws the value of each slot with the function of the same name."""
+    return lambda rng: Filled({slot: make(rng) for slot, make in makers.items()}, written={})
+
+
+def one_of(*makers: Callable[[Random], Any]) -> Callable[[Random], Any]:
+    """Make a function that calls one of these functions, which is drawn each time."""
+    return lambda rng: rng.choice(makers)(rng)
 
 
 def pick(options: str) -> Callable[[Random], str]:
-    """Make a function that draws one of the options."""
-    chosen = words.split(options)
-    return lambda rng: rng.choice(chosen)
+    """Make a function that draws one of the options, which bars or blanks separate."""
+    texts = words.split(options)
+    return lambda rng: rng.choice(texts)
 
 
+CITY = parameter(
+    "city",
+    "city location place city_name town",
+    said="The city.|City name|Name of the city, e.g. Paris|"
+    "The city and state, e.g. San Francisco, CA|Where",
+)
 DONE: tuple[Any, ...] = (
     {"status": "ok"},
     {"success": True},
@@ -120,23 +157,34 @@ DONE: tuple[Any, ...] = (
 
 
 def done(answer: str) -> Result:
-    """Make a `result` of a tool that only reports success."""
-    return lambda rng, values: (
-        rng.choice(DONE),
-        answer.format(**{k: listing(v) if isinstance(v, list) else v for k, v in values.items()}),
-    )
+    """Make a `result` of a tool that only reports success.
+
+    Example: `done("Now playing {artist}.")` draws a result such as `{"status": "ok"}`.
+    """
+
+    def result(rng: Random, values: Values) -> ToolResult:
+        texts = {
+            slot: listing(value) if isinstance(value, list) else value
+            for slot, value in values.items()
+        }
+        return ToolResult(rng.choice(DONE), answer.format(**texts))
+
+    return result
 
 
-def found(keys: str, make: Callable[[Random], Any], answer: str) -> Result:
-    """Make a `result` of one value, which the answer names as `{found}`."""
+def single_value(keys: str, make: Callable[[Random], Any], answer: str) -> Result:
+    """Make a `result` of one value, which `make` draws and the answer contains as `{found}`.
 
-    def result(rng: Random, values: Values) -> tuple[Any, str]:
+    The tool returns the value as text, or in an object under the key `result` or one of `keys`.
+    """
+
+    def result(rng: Random, values: Values) -> ToolResult:
         value = make(rng)
         chance, text = rng.random(), answer.format(found=value, **values)
         if chance < 0.3:
-            return str(value), text
+            return ToolResult(str(value), text)
         key = "result" if chance < 0.4 else rng.choice(keys.split())
-        return {key: value}, text
+        return ToolResult({key: value}, text)
 
     return result
 
@@ -146,16 +194,15 @@ def sentence(returned: Any) -> str:  # noqa: ANN401 - any JSON value
 
     Example: `{"price": 12, "colour": "red"}` becomes `The price is 12 and the colour is red.`
     """
-    if isinstance(returned, dict):
-        parts = [
-            f"the {key.replace('_', ' ')} is {_plain(value)}" for key, value in returned.items()
-        ]
-        text = listing(parts)
-        return f"{text[0].upper()}{text[1:]}."
-    return f"The result is {_plain(returned)}."
+    if not isinstance(returned, dict):
+        return f"The result is {_value_text(returned)}."
+    clauses = [
+        f"the {key.replace('_', ' ')} is {_value_text(value)}" for key, value in returned.items()
+    ]
+    return f"{capitalised(listing(clauses))}."
 
 
-def _plain(value: Any) -> str:  # noqa: ANN401 - any JSON value
+def _value_text(value: Any) -> str:  # noqa: ANN401 - any JSON value
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
@@ -173,14 +220,17 @@ def family(  # noqa: PLR0913 - one for each field
     result: Result,
     listed: str = "",
 ) -> Family:
-    """Make a family from texts whose parts are separated by bars or blanks."""
+    """Make a family from texts.
+
+    Blanks separate topics, names and listed slots. Bars separate descriptions and requests.
+    """
     return Family(
-        frozenset(topics.split()),
-        tuple(names.split()),
-        tuple(descriptions.split("|")),
-        parameters,
-        tuple(requests.split("|")),
-        fill,
-        result,
-        tuple(listed.split()),
+        topics=frozenset(topics.split()),
+        names=tuple(names.split()),
+        descriptions=tuple(descriptions.split("|")),
+        parameters=parameters,
+        requests=tuple(requests.split("|")),
+        fill=fill,
+        result=result,
+        listed=tuple(listed.split()),
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import tools_bookings, tools_facts, tools_household, tools_messages, tools_unseen, words
-from .base import Exchange, Message, draw, plain, vary
+from .base import Candidate, Exchange, Message, draw, plain, vary
 from .invented_tools import invent
 from .small_talk import DECLINE_TOOLS, fill_unknown
 from .tool_family import Family, Parameter, Values, sentence, variant
@@ -24,6 +24,9 @@ FAMILIES = (
 # The first families are the ones that people try first: weather, time, sums, search, e-mail,
 # alarms, timers, stock prices, translations and currencies. Training offers them more often.
 _NUM_TRIED_FIRST = 24
+_TOPICS_OF_OTHER_LESSONS = frozenset(
+    {"joke", "add", "subtract", "multiply", "divide", "capital", "translate"}
+)
 
 
 @dataclass(frozen=True)
@@ -56,19 +59,34 @@ class Call:
         }
 
 
-def _schema(rng: Random, parameter: Parameter, key: str, described: bool) -> Message:
+def _parameter_schema(rng: Random, parameter: Parameter, key: str, described: bool) -> Message:
+    """Draw the JSON schema of a parameter."""
     schema: Message = {"type": parameter.type}
     if parameter.type == "array":
         schema["items"] = {"type": "string"}
     if parameter.choices:
         schema["enum"] = list(parameter.choices)
     if described:
-        said = parameter.descriptions or (key.replace("_", " ").capitalize(), f"The {key}.")
-        schema["description"] = rng.choice(said)
+        default = (key.replace("_", " ").capitalize(), f"The {key}.")
+        schema["description"] = rng.choice(parameter.descriptions or default)
     if rng.random() < 0.04:
-        schema = {"title": key.replace("_", " ").title(), **schema}
-    elif rng.random() < 0.3:
-        schema = dict(reversed(schema.items()))
+        return {"title": key.replace("_", " ").title(), **schema}
+    return dict(reversed(schema.items())) if rng.random() < 0.3 else schema
+
+
+def _object_schema(rng: Random, parameters: list[Parameter], keys: dict[str, str]) -> Message:
+    """Draw the JSON schema of a tool's arguments. `keys` contains the key of each slot."""
+    described = rng.random() < 0.4
+    properties = {
+        keys[parameter.slot]: _parameter_schema(rng, parameter, keys[parameter.slot], described)
+        for parameter in parameters
+    }
+    schema: Message = {"type": "object", "properties": properties}
+    chance = rng.random()
+    if chance < 0.85 and (parameters or chance < 0.4):
+        schema["required"] = [keys[p.slot] for p in parameters if p.required]
+    if rng.random() < 0.15:
+        schema["additionalProperties"] = False
     return schema
 
 
@@ -84,24 +102,15 @@ def make_tool(rng: Random, family: Family, held_out: bool = False) -> Tool:
     parameters = [p for p in family.parameters if p.required or rng.random() < 0.5]
     if rng.random() < 0.25:
         rng.shuffle(parameters)
-    keys: dict[str, str] = {}
-    for parameter in parameters:
-        keys[parameter.slot] = variant(rng, parameter.keys, held_out)
+    keys = {p.slot: variant(rng, p.keys, held_out) for p in parameters}
     if len(set(keys.values())) < len(keys):
+        # Two parameters have the same key.
         return make_tool(rng, family, held_out)
-    described = rng.random() < 0.4
-    schema: Message = {
-        "type": "object",
-        "properties": {keys[p.slot]: _schema(rng, p, keys[p.slot], described) for p in parameters},
-    }
-    chance = rng.random()
-    if chance < 0.85 and (parameters or chance < 0.4):
-        schema["required"] = [keys[p.slot] for p in parameters if p.required]
-    if rng.random() < 0.15:
-        schema["additionalProperties"] = False
+    schema = _object_schema(rng, parameters, keys)
     function: Message = {"name": name}
-    is_opaque = name.startswith(("tool_", "fn")) or len(family.names) == 1
-    if rng.random() < 0.75 or is_opaque:
+    # A name such as `fn7` does not say what the tool does.
+    needs_description = name.startswith(("tool_", "fn")) or len(family.names) == 1
+    if rng.random() < 0.75 or needs_description:
         function["description"] = rng.choice(family.descriptions)
     function["parameters"] = schema
     if rng.random() < 0.06:
@@ -110,7 +119,7 @@ def make_tool(rng: Random, family: Family, held_out: bool = False) -> Tool:
 
 
 def _family(rng: Random, unseen: bool) -> Family:
-    """Draw a family, which is invented by rule or one of the families that people try first."""
+    """Draw a family: a generated one, a known one, or one that training never shows."""
     if unseen:
         return rng.choice(tools_unseen.FAMILIES) if rng.random() < 0.5 else invent(rng, True)
     if rng.random() < 0.4:
@@ -126,75 +135,98 @@ def offer(rng: Random, unseen: bool = False, new_names: bool = False) -> list[To
         unseen: Whether to offer the tools that training never shows.
         new_names: Whether to offer known tools under names and keys that training never shows.
     """
-    num = rng.choices((1, 2, 3, 4), (40, 30, 18, 12))[0]
+    (num_tools,) = rng.choices((1, 2, 3, 4), weights=(40, 30, 18, 12))
     tools: list[Tool] = []
-    while len(tools) < num:
+    while len(tools) < num_tools:
         family = rng.choice(FAMILIES) if new_names else _family(rng, unseen)
-        if any(family.topics & tool.family.topics for tool in tools):
+        if family.topics & topics(tools):
             continue
-        tool = make_tool(rng, family, new_names)
+        tool = make_tool(rng, family, held_out=new_names)
         if all(tool.name != other.name for other in tools):
             tools.append(tool)
     return tools
 
 
-def _slots(request: str) -> set[str]:
-    return {slot for _, slot, _, _ in Formatter().parse(request) if slot}
+class _Request(NamedTuple):
+    """A request for a tool.
+
+    Attributes:
+        template: The text with a placeholder for each slot.
+        values: The arguments that the text mentions, by slot.
+        written: The values as the user writes them, by slot.
+    """
+
+    template: str
+    values: Values
+    written: Values
+
+    @property
+    def text(self) -> str:
+        """The user's message."""
+        return self.template.format(**self.written)
 
 
-def _request(rng: Random, tool: Tool) -> tuple[str, Values, Values]:
-    """Draw a request with placeholders, the values, and the values as the user writes them."""
+def _slots(template: str) -> set[str]:
+    """Return the names of the placeholders in a template."""
+    return {slot for _, slot, _, _ in Formatter().parse(template) if slot}
+
+
+def _request(rng: Random, tool: Tool) -> _Request:
+    """Draw a request that mentions at least the required parameters of a tool."""
     required = {p.slot for p in tool.family.parameters if p.required}
     fitting = [
-        request for request in tool.family.requests if required <= _slots(request) <= set(tool.keys)
+        template
+        for template in tool.family.requests
+        if required <= _slots(template) <= set(tool.keys)
     ]
-    values, spoken = tool.family.fill(rng)
+    values, written = tool.family.fill(rng)
     if not fitting or rng.random() < 0.05:
-        request, spoken = (
-            _explicit(rng, tool),
-            {
-                slot: ", ".join(map(str, v))
-                if isinstance(v, list)
-                else json.dumps(v)
-                if isinstance(v, bool)
-                else v
-                for slot, v in values.items()
-            },
-        )
+        template = _explicit_template(rng, tool)
+        written = {slot: _explicit_value(value) for slot, value in values.items()}
     else:
-        request = rng.choice(fitting)
-    values = {slot: value for slot, value in values.items() if slot in _slots(request)}
-    return request, values, values | spoken
+        template = rng.choice(fitting)
+    mentioned = {slot: value for slot, value in values.items() if slot in _slots(template)}
+    return _Request(template, mentioned, mentioned | written)
 
 
-def _explicit(rng: Random, tool: Tool) -> str:
-    """Write a request that names the tool and its parameters."""
+def _explicit_template(rng: Random, tool: Tool) -> str:
+    """Write a template that names the tool and its parameters.
+
+    Example: `Call get_weather with city = {city}.`
+    """
     pair = rng.choice(("{k} {v}", "{k} = {v}", "{k}={v}", "{k}: {v}"))
     pairs = [pair.format(k=key, v=f"{{{slot}}}") for slot, key in tool.keys.items()]
-    form = rng.choice(
-        ("Call {n} with {p}.", "Use {n} with {p}", "Use the tool {n}: {p}", "{n}: {p}")
-    )
+    wordings = ("Call {n} with {p}.", "Use {n} with {p}", "Use the tool {n}: {p}", "{n}: {p}")
+    wording = rng.choice(wordings)
     if not pairs:
-        form = rng.choice(("Call {n}.", "Use {n}.", "Use the tool {n}."))
-    return form.format(n=tool.name, p=", ".join(pairs))
+        wording = rng.choice(("Call {n}.", "Use {n}.", "Use the tool {n}."))
+    return wording.format(n=tool.name, p=", ".join(pairs))
+
+
+def _explicit_value(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 def make_call(rng: Random, tool: Tool) -> Call:
     """Draw one request that this tool answers."""
-    request, values, spoken = _request(rng, tool)
-    return Call(tool, request.format(**spoken), values)
+    request = _request(rng, tool)
+    return Call(tool, request.text, request.values)
 
 
 def _same_tool_twice(rng: Random, tool: Tool) -> list[Call]:
     """Draw a request that needs two calls, such as `What is the weather in A and B?`."""
     (slot,) = tool.family.listed
     while True:
-        request, values, spoken = _request(rng, tool)
-        if slot in _slots(request) and str(spoken[slot]) == str(values[slot]):
+        request = _request(rng, tool)
+        is_mentioned = slot in _slots(request.template)
+        if is_mentioned and str(request.written[slot]) == str(request.values[slot]):
             break
-    other = tool.family.fill(rng)[0][slot]
-    user = request.format(**(spoken | {slot: f"{spoken[slot]} and {other}"}))
-    return [Call(tool, user, values), Call(tool, user, values | {slot: other})]
+    other = tool.family.fill(rng).values[slot]
+    both = {slot: f"{request.written[slot]} and {other}"}
+    user = request.template.format(**(request.written | both))
+    return [Call(tool, user, request.values), Call(tool, user, request.values | {slot: other})]
 
 
 def _lower(text: str) -> str:
@@ -206,7 +238,7 @@ def _two_requests(rng: Random, tools: Sequence[Tool]) -> list[Call]:
     first, second = (make_call(rng, rng.choice(tools)) for _ in range(2))
     if len(tools) > 1 and first.tool is second.tool:
         second = make_call(rng, rng.choice([tool for tool in tools if tool is not first.tool]))
-    joined = rng.choice(
+    user = rng.choice(
         (
             f"{first.user.rstrip('?.')} and {_lower(second.user)}",
             f"{first.user.rstrip('?.')}, and {_lower(second.user)}",
@@ -215,35 +247,43 @@ def _two_requests(rng: Random, tools: Sequence[Tool]) -> list[Call]:
             f"{first.user} Also, {_lower(second.user)}",
         )
     )
-    return [Call(first.tool, joined, first.values), Call(second.tool, joined, second.values)]
+    return [replace(first, user=user), replace(second, user=user)]
 
 
 def two_calls(rng: Random, tools: Sequence[Tool]) -> list[Call]:
     """Draw one user message that needs two calls at once."""
-    able = [tool for tool in tools if tool.family.listed]
-    if able and rng.random() < 0.6:
-        return _same_tool_twice(rng, rng.choice(able))
+    listable = [tool for tool in tools if tool.family.listed]
+    if listable and rng.random() < 0.6:
+        return _same_tool_twice(rng, rng.choice(listable))
     return _two_requests(rng, tools)
 
 
-def _result(rng: Random, call: Call) -> tuple[str, str]:
-    """Draw the text that the tool returns, and the answer to the user."""
+class _Answered(NamedTuple):
+    """The text that a tool returns, and the answer to the user."""
+
+    returned: str
+    answer: str
+
+
+def _answered(rng: Random, call: Call) -> _Answered:
+    """Draw a tool's text and the answer. In rare cases, the tool returns an error."""
     if rng.random() < 0.05:
         error = rng.choice(
             ("not found", "timeout", "no connection", "unknown " + words.phrase(rng))
         )
-        return json.dumps({"error": error}), f"Sorry, the tool failed: {error}."
+        return _Answered(json.dumps({"error": error}), f"Sorry, the tool failed: {error}.")
     returned, answer = call.tool.family.result(rng, call.values)
     if isinstance(returned, dict) and rng.random() < 0.08:
         # A tool may return any result, whatever its name is.
         returned = {f"{rng.choice(words.ADJECTIVES)}_{rng.choice(words.NOUNS)}": words.number(rng)}
         answer = sentence(returned)
-    return returned if isinstance(returned, str) else json.dumps(
-        returned, ensure_ascii=False
-    ), answer
+    if not isinstance(returned, str):
+        returned = json.dumps(returned, ensure_ascii=False)
+    return _Answered(returned, answer)
 
 
 def _reasoning(names: Sequence[str]) -> str:
+    """Return the reasoning before calls of the tools with these names."""
     if not names:
         return "No tool fits."
     if len(set(names)) == 1:
@@ -252,48 +292,64 @@ def _reasoning(names: Sequence[str]) -> str:
     return f"The tools {' and '.join(names)} fit."
 
 
-def call_exchange(
-    rng: Random, calls: list[Call], skill: str, finish: bool, user: str | None = None
-) -> Exchange:
-    """Build the user's message, the calls and, if `finish`, the results and the answer."""
-    if user is None:
-        user = vary(rng, calls[0].user) if rng.random() < 0.5 else calls[0].user
+def _call_exchange(skill: str, user: str, calls: list[Call]) -> Exchange:
+    """Build the user's message and the assistant's message with the calls."""
     tool_calls = [
         {
-            "id": f"call_{n}",
+            "id": f"call_{number}",
             "type": "function",
-            "function": {"name": c.tool.name, "arguments": c.arguments},
+            "function": {"name": call.tool.name, "arguments": call.arguments},
         }
-        for n, c in enumerate(calls)
+        for number, call in enumerate(calls)
     ]
-    asked: Message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
-    asked["reasoning_content"] = _reasoning([call.tool.name for call in calls])
-    messages: list[Message] = [{"role": "user", "content": user}, asked]
-    if not finish:
-        return Exchange(skill, tuple(messages))
-    answers = []
-    for n, call in enumerate(calls):
-        returned, answer = _result(rng, call)
-        messages.append({"role": "tool", "tool_call_id": f"call_{n}", "content": returned})
-        answers.append(answer)
-    content = " ".join(answers)
-    messages.append(
-        {"role": "assistant", "reasoning_content": "I have the result.", "content": content}
-    )
-    return Exchange("answers from results", tuple(messages))
+    message: Message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": tool_calls,
+        "reasoning_content": _reasoning([call.tool.name for call in calls]),
+    }
+    return Exchange(skill, ({"role": "user", "content": user}, message))
+
+
+def _with_results(rng: Random, exchange: Exchange, calls: list[Call]) -> Exchange:
+    """Add the results of the calls and the assistant's answer to an exchange."""
+    answered = [_answered(rng, call) for call in calls]
+    results = [
+        {"role": "tool", "tool_call_id": f"call_{number}", "content": one.returned}
+        for number, one in enumerate(answered)
+    ]
+    answer = {
+        "role": "assistant",
+        "reasoning_content": "I have the result.",
+        "content": " ".join(one.answer for one in answered),
+    }
+    return Exchange("answers from results", (*exchange.messages, *results, answer))
 
 
 def tool_exchange(
-    rng: Random, tools: Sequence[Tool], held_out: bool, skill: str, finish: bool
+    rng: Random, tools: Sequence[Tool], held_out: bool, skill: str, with_results: bool
 ) -> Exchange:
-    """Draw one or two calls. They are held out by the user's words."""
+    """Draw a message that needs one or two calls. The user's words decide what is held out.
 
-    def make() -> tuple[str, Exchange]:
-        many = skill == "two tool calls" or (finish and rng.random() < 0.2)
-        calls = two_calls(rng, tools) if many else [make_call(rng, rng.choice(tools))]
-        return calls[0].user, call_exchange(rng, calls, skill, finish)
+    Args:
+        rng: The source of randomness.
+        tools: The tools on offer.
+        held_out: Whether the exchange is for the evaluation.
+        skill: The skill of an exchange without results.
+        with_results: Whether the exchange contains the results and the answer from them.
+    """
 
-    return draw(make, held_out)
+    def propose() -> Candidate[Exchange]:
+        needs_two = skill == "two tool calls" or (with_results and rng.random() < 0.2)
+        calls = two_calls(rng, tools) if needs_two else [make_call(rng, rng.choice(tools))]
+        request = calls[0].user
+        user = vary(rng, request) if rng.random() < 0.5 else request
+        exchange = _call_exchange(skill, user, calls)
+        if with_results:
+            exchange = _with_results(rng, exchange, calls)
+        return Candidate(key=request, example=exchange)
+
+    return draw(propose, held_out)
 
 
 _AGAIN = ("And {0}?", "What about {0}?", "And what about {0}?", "Now {0}.", "And for {0}?",
@@ -305,43 +361,42 @@ def follow_up(rng: Random, tools: Sequence[Tool], held_out: bool) -> list[Exchan
     tool = rng.choice([tool for tool in tools if tool.family.listed])
     (slot,) = tool.family.listed
 
-    def make() -> tuple[str, list[Exchange]]:
+    def propose() -> Candidate[list[Exchange]]:
         first = make_call(rng, tool)
-        other = tool.family.fill(rng)[0][slot]
-        values = {key: value for key, value in first.values.items() if key == slot}
-        joint = "in " if slot == "city" and rng.random() < 0.6 else ""
-        user = rng.choice(_AGAIN).format(f"{joint}{other}")
-        user = user.replace("for in ", "in ")
-        second = Call(tool, user, first.values | values | {slot: other})
-        return f"{first.user} {user}", [
-            call_exchange(rng, [first], "tool call", True),
-            call_exchange(rng, [second], "tool call", False, user),
-        ]
+        other = tool.family.fill(rng).values[slot]
+        preposition = "in " if slot == "city" and rng.random() < 0.6 else ""
+        question = rng.choice(_AGAIN).format(f"{preposition}{other}").replace("for in ", "in ")
+        second = Call(tool, question, first.values | {slot: other})
+        user = vary(rng, first.user) if rng.random() < 0.5 else first.user
+        opening = _with_results(rng, _call_exchange("", user, [first]), [first])
+        closing = _call_exchange("tool call", question, [second])
+        return Candidate(key=f"{first.user} {question}", example=[opening, closing])
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def _unfitting(rng: Random, tools: Sequence[Tool]) -> str:
-    """Draw a request that these tools cannot serve."""
-    topics = {topic for tool in tools for topic in tool.family.topics}
-    if rng.random() < 0.3 and not topics & {"search", "wikipedia", "news"}:
+    """Draw a request that neither these tools nor other lessons can serve."""
+    offered = topics(tools)
+    if rng.random() < 0.3 and not offered & {"search", "wikipedia", "news"}:
         return fill_unknown(rng)
     while True:
         family = invent(rng, False) if rng.random() < 0.35 else rng.choice(FAMILIES)
-        known = {"joke", "add", "subtract", "multiply", "divide", "capital", "translate"}
-        if not family.topics & (topics | known):
+        if not family.topics & (offered | _TOPICS_OF_OTHER_LESSONS):
             return make_call(rng, make_tool(rng, family)).user
 
 
 def decline_exchange(rng: Random, tools: Sequence[Tool], held_out: bool) -> Exchange:
     """Draw a request that none of these tools can serve."""
 
-    def make() -> tuple[str, Exchange]:
-        user = _unfitting(rng, tools)
-        exchange = plain("declines, no tool fits", vary(rng, user), _reasoning(()), DECLINE_TOOLS)
-        return user, exchange
+    def propose() -> Candidate[Exchange]:
+        request = _unfitting(rng, tools)
+        user = vary(rng, request)
+        skill, reasoning = "declines, no tool fits", _reasoning(())
+        exchange = plain(skill, user, reasoning=reasoning, answer=DECLINE_TOOLS)
+        return Candidate(key=request, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def tool_request(rng: Random) -> str:
@@ -355,5 +410,5 @@ def definitions(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
 
 
 def topics(tools: Sequence[Tool]) -> frozenset[str]:
-    """Return everything that the tools are about."""
+    """Return the topics of all these tools."""
     return frozenset().union(*(tool.family.topics for tool in tools))

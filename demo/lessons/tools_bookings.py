@@ -6,35 +6,27 @@ from random import Random
 
 from . import tool_values, words
 from .base import listing
-from .tool_family import Values, done, family, fill, found, parameter, pick
+from .tool_family import CITY, Filled, done, family, fill, one_of, parameter, pick, single_value
+
+_fill_journey = fill(
+    start=words.city,
+    goal=words.city,
+    date=tool_values.date,
+    mode=pick("walking driving cycling"),
+)
 
 
-def _fill_journey(rng: Random) -> tuple[Values, Values]:
-    return {
-        "start": words.city(rng),
-        "goal": words.city(rng),
-        "date": tool_values.date(rng),
-        "mode": rng.choice(("walking", "driving", "cycling")),
-    }, {}
-
-
-def _fill_people(rng: Random) -> tuple[Values, Values]:
+def _fill_event(rng: Random) -> Filled:
+    """Draw the people of an event, its title and its time."""
     names = [words.first_name(rng) for _ in range(rng.randint(1, 3))]
     values = {
         "people": names,
-        "title": rng.choice((tool_values.title, tool_values.phrase))(rng),
+        "title": one_of(tool_values.title, tool_values.phrase)(rng),
         "date": tool_values.date(rng),
         "time": tool_values.clock(rng),
     }
-    return values, {"people": listing(names)}
+    return Filled(values, written={"people": listing(names)})
 
-
-_CITY = parameter(
-    "city",
-    "city location place city_name town",
-    said="The city.|City name|Name of the city, e.g. Paris|"
-    "The city and state, e.g. San Francisco, CA|Where",
-)
 
 FAMILIES = (
     family(
@@ -59,9 +51,9 @@ FAMILIES = (
         "Can you book a table for {people} at {restaurant} on {date} at {time}?|"
         "Make a reservation at {restaurant} for {people} at {time}.",
         fill(
-            restaurant=lambda rng: rng.choice(
-                (tool_values.title, words.made_up, lambda r: f"{words.first_name(r)}'s")
-            )(rng),
+            restaurant=one_of(
+                tool_values.title, words.made_up, lambda rng: f"{words.first_name(rng)}'s"
+            ),
             date=tool_values.date,
             time=tool_values.clock,
             people=tool_values.small(2, 12),
@@ -85,7 +77,7 @@ FAMILIES = (
         "Book a flight from {start} to {goal}.|"
         "Show me flights from {start} to {goal} on {date}.",
         _fill_journey,
-        found(
+        single_value(
             "flight flight_number",
             tool_values.code,
             "I found flight {found} from {start} to {goal}.",
@@ -112,7 +104,7 @@ FAMILIES = (
         "Find the way from {start} to {goal} by {mode}.|"
         "Navigate from {start} to {goal}.",
         _fill_journey,
-        found("route path", words.made_up, "Take the route over {found}."),
+        single_value("route path", words.made_up, "Take the route over {found}."),
     ),
     family(
         "distance",
@@ -126,7 +118,7 @@ FAMILIES = (
         "What is the distance between {start} and {goal}?|"
         "Distance from {start} to {goal}|How far is {goal} from {start}?",
         _fill_journey,
-        found(
+        single_value(
             "distance km kilometers",
             words.number,
             "The distance from {start} to {goal} is {found} km.",
@@ -137,7 +129,7 @@ FAMILIES = (
         "book_hotel find_hotel search_hotels reserve_hotel hotel_search",
         "Book a hotel.|Find hotels in a city.|Hotel booking",
         (
-            _CITY,
+            CITY,
             parameter("nights", "nights num_nights duration number_of_nights", "integer"),
             parameter("guests", "guests people num_guests adults", "integer", required=False),
         ),
@@ -147,7 +139,7 @@ FAMILIES = (
         "Book a hotel for {guests} people in {city} for {nights} nights.|"
         "Reserve a room in {city}, {nights} nights, {guests} guests.",
         fill(city=words.city, nights=tool_values.small(2, 14), guests=tool_values.small(2, 6)),
-        found("hotel name", tool_values.title, "I found the hotel {found} in {city}."),
+        single_value("hotel name", tool_values.title, "I found the hotel {found} in {city}."),
     ),
     family(
         "music",
@@ -164,7 +156,7 @@ FAMILIES = (
         "Play the song {song} by {artist}.|Play music by {artist}.|"
         "Can you play {song} by {artist}?",
         fill(
-            artist=lambda rng: rng.choice((words.full_name, words.made_up, tool_values.title))(rng),
+            artist=one_of(words.full_name, words.made_up, tool_values.title),
             song=tool_values.title,
         ),
         done("Now playing {artist}."),
@@ -177,11 +169,7 @@ FAMILIES = (
         (parameter("song", "song title track song_name query"),),
         "Play {song}.|Play the song {song}.|I want to hear {song}.|Put on {song}.|"
         "Can you play {song}?|Play me {song}, please.|Start the song {song}.",
-        fill(
-            song=lambda rng: rng.choice(
-                (tool_values.title, tool_values.title, words.made_up, tool_values.phrase)
-            )(rng)
-        ),
+        fill(song=one_of(tool_values.title, tool_values.title, words.made_up, tool_values.phrase)),
         done("Now playing {song}."),
     ),
     family(
@@ -217,7 +205,7 @@ FAMILIES = (
         "Create the event '{title}' on {date} at {time}.|"
         "Add an event on {date}: {title}|New event on {date} at {time}: {title}|"
         "Schedule {title} on {date} at {time}.|Schedule {title} for {date}.",
-        _fill_people,
+        _fill_event,
         done("I added {title} on {date}."),
     ),
     family(
@@ -234,7 +222,7 @@ FAMILIES = (
         "Plan a meeting on {date} at {time} with {people}.|"
         "Book a meeting with {people} on {date} at {time}.|"
         "Create a meeting on {date} with {people}.",
-        _fill_people,
+        _fill_event,
         done("The meeting with {people} is on {date}."),
     ),
 )

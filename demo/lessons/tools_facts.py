@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 from . import tool_values, words
-from .tool_family import Family, Values, family, fill, found, parameter
+from .tool_family import (
+    CITY,
+    Family,
+    Filled,
+    ToolResult,
+    Values,
+    family,
+    fill,
+    one_of,
+    parameter,
+    single_value,
+)
 
 _SKIES = words.split("sunny cloudy rainy windy clear snowy foggy")
 ZONES = {
@@ -34,17 +44,20 @@ _OPERATORS = {
 }
 
 
-def _fill_unit(rng: Random) -> tuple[Values, Values]:
+def _fill_weather(rng: Random) -> Filled:
+    """Draw the city, the unit and the days of a forecast. The unit may have a capital."""
     unit = rng.choice(("celsius", "fahrenheit"))
-    spoken = unit.capitalize() if rng.random() < 0.4 else unit
-    return {"city": words.city(rng), "unit": unit, "days": rng.randint(1, 10)}, {"unit": spoken}
+    written = unit.capitalize() if rng.random() < 0.4 else unit
+    values = {"city": words.city(rng), "unit": unit, "days": rng.randint(1, 10)}
+    return Filled(values, {"unit": written})
 
 
-def _weather(rng: Random, values: Values) -> tuple[Any, str]:
+def _weather(rng: Random, values: Values) -> ToolResult:
+    """Draw a report in words, or an object with the degrees and in most cases the sky."""
     degrees, sky, city = rng.randint(-9, 40), rng.choice(_SKIES), values["city"]
     chance = rng.random()
     if chance < 0.25:
-        text = rng.choice(
+        report = rng.choice(
             (
                 f"{degrees} degrees, {sky}",
                 f"{sky}, {degrees} degrees",
@@ -53,39 +66,38 @@ def _weather(rng: Random, values: Values) -> tuple[Any, str]:
                 f"{degrees} C, {sky}",
             )
         )
-        return text, f"The weather in {city}: {text}."
-    result: Values = rng.choice(({"city": city}, {}, {}, {"location": city}))
-    temperature = rng.choice(("temperature", "temperature", "temp", "degrees", "temperature_c"))
-    result[temperature] = degrees
+        return ToolResult(report, f"The weather in {city}: {report}.")
+    returned: Values = rng.choice(({"city": city}, {}, {}, {"location": city}))
+    degrees_key = rng.choice(("temperature", "temperature", "temp", "degrees", "temperature_c"))
+    returned[degrees_key] = degrees
     if chance < 0.5:
-        return result, f"It is {degrees} degrees in {city}."
-    result[rng.choice(("condition", "sky", "conditions", "weather", "description"))] = sky
+        return ToolResult(returned, f"It is {degrees} degrees in {city}.")
+    returned[rng.choice(("condition", "sky", "conditions", "weather", "description"))] = sky
     if rng.random() < 0.3:
-        result["unit"] = values.get("unit", "celsius")
-    return result, f"It is {degrees} degrees and {sky} in {city}."
+        returned["unit"] = values.get("unit", "celsius")
+    return ToolResult(returned, f"It is {degrees} degrees and {sky} in {city}.")
 
 
-def _fill_expression(rng: Random) -> tuple[Values, Values]:
-    expression = spoken = str(words.number(rng))
+def _fill_expression(rng: Random) -> Filled:
+    """Draw an expression such as `12 * 7`, which the user may write as `12 times 7` or `12*7`."""
+    expression = written = str(words.number(rng))
     for _ in range(rng.choice((1, 1, 1, 2))):
         operator = rng.choice(list(_OPERATORS))
         value = words.number(rng)
         expression += f" {operator} {value}"
-        spoken += f" {rng.choice(_OPERATORS[operator])} {value}"
+        written += f" {rng.choice(_OPERATORS[operator])} {value}"
     if rng.random() < 0.2:
-        spoken = expression.replace(" ", "")
-    return {"expression": expression}, {"expression": spoken}
+        written = expression.replace(" ", "")
+    return Filled({"expression": expression}, {"expression": written})
 
 
-def _fill_zone(rng: Random) -> tuple[Values, Values]:
+def _fill_zone(rng: Random) -> Filled:
+    """Draw a time zone. If the user names a city, the model must know the city's zone."""
     if rng.random() < 0.25:
-        return {"zone": rng.choice(("UTC", "CET", "EST", "PST", "GMT", *ZONES.values()))}, {}
+        zone = rng.choice(("UTC", "CET", "EST", "PST", "GMT", *ZONES.values()))
+        return Filled({"zone": zone}, written={})
     city, zone = rng.choice(list(ZONES.items()))
-    return {"zone": zone}, {"zone": city}
-
-
-def _zone_time(rng: Random, values: Values) -> tuple[Any, str]:
-    return found("time current_time", words.clock, "It is {found} in {zone}.")(rng, values)
+    return Filled({"zone": zone}, written={"zone": city})
 
 
 def _binary(word: str, symbol: str, names: str, requests: str) -> Family:
@@ -100,7 +112,7 @@ def _binary(word: str, symbol: str, names: str, requests: str) -> Family:
         ),
         requests,
         fill(a=words.number, b=words.number),
-        found(
+        single_value(
             "result sum value answer",
             lambda rng: words.number(rng, 5),
             f"{{a}} {symbol} {{b}} = {{found}}.",
@@ -108,12 +120,6 @@ def _binary(word: str, symbol: str, names: str, requests: str) -> Family:
     )
 
 
-_CITY = parameter(
-    "city",
-    "city location place city_name town",
-    said="The city.|City name|Name of the city, e.g. Paris|"
-    "The city and state, e.g. San Francisco, CA|Where",
-)
 _UNIT = parameter(
     "unit",
     "unit units temperature_unit scale",
@@ -131,7 +137,7 @@ FAMILIES = (
         "Get the weather for a city.|Get the current weather in a given location.|"
         "Current weather of a place.|Weather report|Get current weather|"
         "Returns the temperature of a city",
-        (_CITY, _UNIT),
+        (CITY, _UNIT),
         "What is the weather in {city}?|What's the weather in {city}?|"
         "What's the weather like in {city}?|How is the weather in {city}?|"
         "Weather in {city}|Tell me the weather in {city}.|Is it raining in {city}?|"
@@ -143,7 +149,7 @@ FAMILIES = (
         "How warm is it in {city} in {unit}?|Give me the weather in {city}, in {unit}.|"
         "What's the temperature in {city}, in {unit}?|"
         "Use {unit}: what is the weather in {city}?",
-        _fill_unit,
+        _fill_weather,
         _weather,
         "city",
     ),
@@ -152,12 +158,12 @@ FAMILIES = (
         "get_forecast weather_forecast get_weather_forecast forecast fetch_forecast",
         "Get the weather forecast for a city.|Forecast for the next days|"
         "Weather of the coming days",
-        (_CITY, parameter("days", "days num_days number_of_days day_count", "integer"), _UNIT),
+        (CITY, parameter("days", "days num_days number_of_days day_count", "integer"), _UNIT),
         "What is the weather forecast for {city} for the next {days} days?|"
         "Give me a {days} day forecast for {city}.|Forecast for {city}, {days} days|"
         "What will the weather be in {city} in the next {days} days?|"
         "Show the forecast of the next {days} days in {city}.",
-        _fill_unit,
+        _fill_weather,
         _weather,
     ),
     family(
@@ -166,13 +172,13 @@ FAMILIES = (
         "what_time time_lookup getTime clock",
         "Get the current time in a city.|Tell the local time of a place.|Time lookup|"
         "Get the current time",
-        (_CITY,),
+        (CITY,),
         "What time is it in {city}?|What's the time in {city}?|"
         "Tell me the time in {city}.|Current time in {city}|How late is it in {city}?|"
         "Do you know what time it is in {city}?|Give me the local time in {city}.|"
         "What is the current time in {city}?|What is the time in {city}?",
         fill(city=words.city),
-        found("time current_time local_time", words.clock, "It is {found} in {city}."),
+        single_value("time current_time local_time", words.clock, "It is {found} in {city}."),
         "city",
     ),
     family(
@@ -191,7 +197,7 @@ FAMILIES = (
         "Tell me the time in {zone}.|Current time in {zone}|"
         "What is the time in {zone} now?|Time in {zone}",
         _fill_zone,
-        _zone_time,
+        single_value("time current_time", words.clock, "It is {found} in {zone}."),
         "zone",
     ),
     family(
@@ -202,7 +208,7 @@ FAMILIES = (
         "What time is it?|What's the time?|Tell me the time.|What time is it now?|"
         "What is the current time?|Do you know the time?|How late is it?",
         fill(),
-        found("time now", words.clock, "It is {found}."),
+        single_value("time now", words.clock, "It is {found}."),
     ),
     family(
         "date",
@@ -212,7 +218,7 @@ FAMILIES = (
         "What day is it?|What is the date today?|What's the date?|"
         "Tell me today's date.|What day is today?|Which day is it?",
         fill(),
-        found("date today", tool_values.date, "Today is {found}."),
+        single_value("date today", tool_values.date, "Today is {found}."),
     ),
     family(
         "add subtract multiply divide",
@@ -231,7 +237,9 @@ FAMILIES = (
         "Please work out {expression}.|Can you calculate {expression}?|"
         "Use the calculator: {expression}|Evaluate {expression}.|Solve {expression}.",
         _fill_expression,
-        found("result value answer", lambda rng: words.number(rng, 6), "{expression} = {found}."),
+        single_value(
+            "result value answer", lambda rng: words.number(rng, 6), "{expression} = {found}."
+        ),
     ),
     _binary(
         "add",
@@ -283,12 +291,12 @@ FAMILIES = (
         "Search the internet for {query}.|Find {limit} results about {query}.|"
         "Search for {query} and show {limit} results.|Show {limit} pages about {query}.",
         fill(
-            query=lambda rng: rng.choice(
-                (tool_values.phrase, tool_values.phrase, words.full_name, tool_values.title)
-            )(rng),
+            query=one_of(
+                tool_values.phrase, tool_values.phrase, words.full_name, tool_values.title
+            ),
             limit=tool_values.small(2, 30),
         ),
-        found("title result page", words.made_up, "I found: {found}."),
+        single_value("title result page", words.made_up, "I found: {found}."),
     ),
     family(
         "wikipedia",
@@ -298,7 +306,7 @@ FAMILIES = (
         "Look up {topic} on Wikipedia.|Search Wikipedia for {topic}.|"
         "What does Wikipedia say about {topic}?|"
         "Find the Wikipedia article about {topic}.",
-        fill(topic=lambda rng: rng.choice((tool_values.phrase, words.full_name, words.city))(rng)),
-        found("title summary", words.made_up, "I found: {found}."),
+        fill(topic=one_of(tool_values.phrase, words.full_name, words.city)),
+        single_value("title summary", words.made_up, "I found: {found}."),
     ),
 )

@@ -7,32 +7,57 @@ from random import Random
 from . import tool_values, words
 from .base import listing
 from .knowledge import CAPITALS
-from .tool_family import DONE, Values, done, family, fill, found, parameter, pick
+from .tool_family import (
+    DONE,
+    Filled,
+    ToolResult,
+    Values,
+    done,
+    family,
+    fill,
+    one_of,
+    parameter,
+    pick,
+    single_value,
+)
 
 _ROOM = pick("kitchen|bedroom|bathroom|hall|office|garden|garage|living room")
 
 
-def _fill_light(rng: Random) -> tuple[Values, Values]:
+def _country(rng: Random) -> str:
+    """Draw a country, which is made up in some cases."""
+    if rng.random() < 0.6:
+        return rng.choice(list(CAPITALS)).removeprefix("the ")
+    return words.made_up(rng)
+
+
+def _fill_light(rng: Random) -> Filled:
     state = rng.choice(("on", "off"))
-    return {"room": _ROOM(rng), "state": state, "is_on": state == "on"}, {"is_on": state}
+    values = {"room": _ROOM(rng), "state": state, "is_on": state == "on"}
+    return Filled(values, written={"is_on": state})
 
 
-def _fill_items(rng: Random) -> tuple[Values, Values]:
+def _switched(rng: Random, values: Values) -> ToolResult:
+    state = "on" if values["is_on"] else "off"
+    return ToolResult(rng.choice(DONE), f"The light in the {values['room']} is {state}.")
+
+
+def _fill_items(rng: Random) -> Filled:
     items = tool_values.word_list(rng)
-    return {"items": items}, {"items": listing(items)}
+    return Filled({"items": items}, written={"items": listing(items)})
 
 
-def _fill_pizza(rng: Random) -> tuple[Values, Values]:
-    toppings = rng.sample(
-        words.split("cheese ham onion tomato mushrooms olives pepper salami basil"),
-        rng.randint(1, 3),
-    )
+_TOPPINGS = words.split("cheese ham onion tomato mushrooms olives pepper salami basil")
+
+
+def _fill_pizza(rng: Random) -> Filled:
+    toppings = rng.sample(_TOPPINGS, rng.randint(1, 3))
     values = {
         "size": rng.choice(("small", "medium", "large")),
         "toppings": toppings,
         "count": rng.randint(2, 9),
     }
-    return values, {"toppings": listing(toppings)}
+    return Filled(values, written={"toppings": listing(toppings)})
 
 
 FAMILIES = (
@@ -144,10 +169,7 @@ FAMILIES = (
         "Turn the light in the {room} {is_on}.|Switch {is_on} the lamp in the {room}.|"
         "Turn {is_on} the {room} lights.",
         _fill_light,
-        lambda rng, values: (
-            rng.choice(DONE),
-            f"The light in the {values['room']} is {'on' if values['is_on'] else 'off'}.",
-        ),
+        _switched,
     ),
     family(
         "heating",
@@ -183,7 +205,7 @@ FAMILIES = (
         "Population of {city}|Get the population of {city}.|"
         "How big is the population of {city}?|Tell me the population of {city}.",
         fill(city=words.city),
-        found(
+        single_value(
             "population inhabitants count people",
             lambda rng: words.number(rng, 7),
             "{city} has {found} inhabitants.",
@@ -198,14 +220,8 @@ FAMILIES = (
         "What is the capital of {country}?|Capital of {country}|"
         "Which city is the capital of {country}?|Get the capital of {country}.|"
         "Tell me the capital of {country}.",
-        fill(
-            country=lambda rng: (
-                rng.choice(list(CAPITALS)).removeprefix("the ")
-                if rng.random() < 0.6
-                else words.made_up(rng)
-            )
-        ),
-        found("capital city", words.made_up, "The capital of {country} is {found}."),
+        fill(country=_country),
+        single_value("capital city", words.made_up, "The capital of {country} is {found}."),
         "country",
     ),
     family(
@@ -223,7 +239,7 @@ FAMILIES = (
         "Find the number of {name}.|Give me {name}'s telephone number.|"
         "How can I call {name}?|Look up the phone number of {name}.",
         fill(name=words.full_name),
-        found(
+        single_value(
             "phone number phone_number",
             lambda rng: str(rng.randint(10000, 99999)),
             "The number of {name} is {found}.",
@@ -248,10 +264,8 @@ FAMILIES = (
         "What is the news about {topic}?|Show me the news about {topic}.|"
         "Latest news about {topic}|Get news on {topic}.|Any news about {topic}?|"
         "What are the headlines about {topic}?|What is the latest news on {topic}?",
-        fill(
-            topic=lambda rng: rng.choice((tool_values.phrase, words.city, tool_values.title))(rng)
-        ),
-        found("headline title", tool_values.title, "The news: {found}."),
+        fill(topic=one_of(tool_values.phrase, words.city, tool_values.title)),
+        single_value("headline title", tool_values.title, "The news: {found}."),
     ),
     family(
         "user",
@@ -268,7 +282,7 @@ FAMILIES = (
         "Create a user {name} with age {age} and email {email}.|"
         "New user: {name}, {email}|Add the user {name}, age {age}.",
         fill(
-            name=lambda rng: rng.choice((words.full_name, words.first_name))(rng),
+            name=one_of(words.full_name, words.first_name),
             age=tool_values.small(12, 95),
             email=tool_values.email,
         ),
@@ -283,7 +297,7 @@ FAMILIES = (
         "Load the user with the id {id}.|Get the user with ID {id}.|"
         "Look up user number {id}.",
         fill(id=words.number),
-        found("name user", words.full_name, "User {id} is {found}."),
+        single_value("name user", words.full_name, "User {id} is {found}."),
     ),
     family(
         "dice",
@@ -298,7 +312,7 @@ FAMILIES = (
         "Choose a random number from {low} to {high}.|"
         "Generate a random number between {low} and {high}.",
         fill(low=tool_values.small(0, 20), high=tool_values.small(21, 999)),
-        found("number value", tool_values.small(1, 99), "The number is {found}."),
+        single_value("number value", tool_values.small(1, 99), "The number is {found}."),
     ),
     family(
         "reverse",
@@ -308,7 +322,7 @@ FAMILIES = (
         "Reverse the text {text}.|Reverse '{text}'.|Write {text} backwards.|"
         'Reverse the word {text}.|Reverse the string "{text}".',
         fill(text=tool_values.phrase),
-        found("reversed text", words.made_up, "Backwards: {found}."),
+        single_value("reversed text", words.made_up, "Backwards: {found}."),
     ),
     family(
         "file",
@@ -318,7 +332,7 @@ FAMILIES = (
         "Read the file {path}.|Open {path}.|Show me the file {path}.|"
         "What is in {path}?|Read {path}.|What does the file {path} say?|Load {path}.",
         fill(path=tool_values.file_name),
-        found("content text", words.message, "The file says: {found}."),
+        single_value("content text", words.message, "The file says: {found}."),
     ),
     family(
         "remove",
@@ -338,7 +352,7 @@ FAMILIES = (
         "Tell me a joke.|Do you know a joke?|Make me laugh.|Say something funny.|"
         "A joke, please.|Can you tell me a joke?",
         fill(),
-        found("joke text", words.message, "{found}"),
+        single_value("joke text", words.message, "{found}"),
     ),
     family(
         "movie",
@@ -352,7 +366,7 @@ FAMILIES = (
         "Search for the movie {title} from {year}.|What is the movie {title} about?|"
         "Find the film {title} of {year}.",
         fill(title=tool_values.title, year=tool_values.small(1930, 2024)),
-        found("director made_by", words.full_name, "{title} was made by {found}."),
+        single_value("director made_by", words.full_name, "{title} was made by {found}."),
     ),
     family(
         "prime",
@@ -361,7 +375,7 @@ FAMILIES = (
         (parameter("n", "n number value num", "integer"),),
         "Is {n} prime?|Is {n} a prime number?|Check if {n} is prime.|Tell me whether {n} is prime.",
         fill(n=words.number),
-        found("is_prime prime", pick("true false"), "Prime: {found}."),
+        single_value("is_prime prime", pick("true false"), "Prime: {found}."),
     ),
     family(
         "vacation",
@@ -385,7 +399,7 @@ FAMILIES = (
         "What is the status of order {id}?|Where is my order {id}?|"
         "Check the order {id}.|Order status of {id}|Has order {id} been shipped?",
         fill(id=tool_values.code),
-        found(
+        single_value(
             "status state",
             pick("shipped delivered cancelled packed late open"),
             "The order {id} is {found}.",

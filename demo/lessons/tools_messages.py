@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from . import tool_values, words
-from .tool_family import Values, done, family, fill, found, parameter, pick
+from .tool_family import Filled, done, family, fill, one_of, parameter, pick, single_value
 
 CURRENCIES = {
     "EUR": "euros",
@@ -23,20 +23,37 @@ CURRENCIES = {
 _LANGUAGE = pick("French German Spanish Italian Japanese Dutch Polish Turkish Portuguese Chinese")
 
 
-def _fill_money(rng: Random) -> tuple[Values, Values]:
+_UNITS = words.split(
+    "kilometers miles meters feet inches pounds kilograms grams ounces liters gallons yards"
+)
+
+
+def _recipient(rng: Random) -> str:
+    return tool_values.email(rng) if rng.random() < 0.7 else words.first_name(rng)
+
+
+def _fill_money(rng: Random) -> Filled:
+    """Draw an amount and two currencies, which the user may write as a word such as `euros`."""
     source, target = rng.sample(list(CURRENCIES), 2)
-    spoken = {}
+    written = {}
     for slot, currency in (("source", source), ("target", target)):
         if CURRENCIES[currency] and rng.random() < 0.4:
-            spoken[slot] = CURRENCIES[currency]
-    return {"amount": words.number(rng), "source": source, "target": target}, spoken
+            written[slot] = CURRENCIES[currency]
+    return Filled({"amount": words.number(rng), "source": source, "target": target}, written)
 
 
-def _fill_stock(rng: Random) -> tuple[Values, Values]:
+def _fill_units(rng: Random) -> Filled:
+    value = rng.randint(2, 500)
+    source, target = rng.sample(_UNITS, 2)
+    return Filled({"value": value, "source": source, "target": target}, written={})
+
+
+def _fill_stock(rng: Random) -> Filled:
+    """Draw a stock's symbol. If the user names a company, the model must know its symbol."""
     if rng.random() < 0.3:
         company, symbol = rng.choice(list(tool_values.TICKERS.items()))
-        return {"symbol": symbol}, {"symbol": company}
-    return {"symbol": tool_values.ticker(rng)}, {}
+        return Filled({"symbol": symbol}, written={"symbol": company})
+    return Filled({"symbol": tool_values.ticker(rng)}, written={})
 
 
 FAMILIES = (
@@ -62,14 +79,12 @@ FAMILIES = (
         "Send a mail to {to} about {subject} saying {body}|"
         "Email {to} about {subject}: {body}",
         fill(
-            to=lambda rng: tool_values.email(rng) if rng.random() < 0.7 else words.first_name(rng),
-            subject=lambda rng: rng.choice(
-                (
-                    tool_values.title,
-                    tool_values.phrase,
-                    pick("Hello Hi Meeting Dinner News Question Lunch hello meeting"),
-                )
-            )(rng),
+            to=_recipient,
+            subject=one_of(
+                tool_values.title,
+                tool_values.phrase,
+                pick("Hello Hi Meeting Dinner News Question Lunch hello meeting"),
+            ),
             body=words.message,
         ),
         done("I sent your email to {to}."),
@@ -170,7 +185,7 @@ FAMILIES = (
         "Show me the quote for {symbol}.|What's the current price of {symbol} stock?|"
         "How is {symbol} stock doing?|Price of {symbol} stock",
         _fill_stock,
-        found(
+        single_value(
             "price value quote",
             lambda rng: round(words.number(rng, 3) + rng.randint(0, 99) / 100, 2),
             "The price of {symbol} is {found}.",
@@ -198,19 +213,17 @@ FAMILIES = (
         "Translate \"{text}\" to {language}.|How do you say '{text}' in {language}?|"
         "Can you translate '{text}' to {language}?|Say '{text}' in {language}.",
         fill(
-            text=lambda rng: rng.choice(
-                (
-                    words.message,
-                    words.message,
-                    pick(
-                        "hello|good morning|thank you|good night|goodbye|I love you|how are you|"
-                        "yes|Hello|Good morning|Hello world|where is the station"
-                    ),
-                )
-            )(rng),
+            text=one_of(
+                words.message,
+                words.message,
+                pick(
+                    "hello|good morning|thank you|good night|goodbye|I love you|how are you|"
+                    "yes|Hello|Good morning|Hello world|where is the station"
+                ),
+            ),
             language=_LANGUAGE,
         ),
-        found("translation text translated_text", words.made_up, "In {language}: {found}."),
+        single_value("translation text translated_text", words.made_up, "In {language}: {found}."),
     ),
     family(
         "currency",
@@ -240,7 +253,7 @@ FAMILIES = (
         "What is {amount} {source} in {target}?|"
         "Can you convert {amount} {source} to {target}?",
         _fill_money,
-        found(
+        single_value(
             "result converted value amount", words.number, "{amount} {source} is {found} {target}."
         ),
     ),
@@ -257,7 +270,7 @@ FAMILIES = (
         "Get the exchange rate between {source} and {target}.|"
         "How many {target} is one {source}?",
         _fill_money,
-        found(
+        single_value(
             "rate exchange_rate",
             lambda rng: round(rng.random() * 3, 2),
             "The rate from {source} to {target} is {found}.",
@@ -274,25 +287,7 @@ FAMILIES = (
         ),
         "Convert {value} {source} to {target}.|How many {target} are {value} {source}?|"
         "What is {value} {source} in {target}?|Change {value} {source} into {target}.",
-        lambda rng: (
-            dict(
-                zip(
-                    ("value", "source", "target"),
-                    (
-                        rng.randint(2, 500),
-                        *rng.sample(
-                            words.split(
-                                "kilometers miles meters feet inches pounds kilograms grams "
-                                "ounces liters gallons yards"
-                            ),
-                            2,
-                        ),
-                    ),
-                    strict=True,
-                )
-            ),
-            {},
-        ),
-        found("result value", words.number, "{value} {source} is {found} {target}."),
+        _fill_units,
+        single_value("result value", words.number, "{value} {source} is {found} {target}."),
     ),
 )

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from . import tool_values, words
 from .base import listing
-from .tool_family import done, family, fill, found, parameter, pick
+from .tool_family import Filled, done, family, fill, parameter, pick, single_value
+
+
+def _fill_door(rng: Random) -> Filled:
+    locked = rng.random() < 0.5
+    door = rng.choice(("front", "back", "garage", "cellar"))
+    written = {"locked": "Lock" if locked else "Unlock"}
+    return Filled({"door": door, "locked": locked}, written)
+
+
+def _fill_tags(rng: Random) -> Filled:
+    tags = tool_values.word_list(rng)
+    values = {"photo": tool_values.file_name(rng), "tags": tags}
+    return Filled(values, written={"tags": listing(tags)})
+
 
 FAMILIES = (
     family(
@@ -15,7 +31,7 @@ FAMILIES = (
         "What is the air quality in {city}?|How good is the air in {city}?|"
         "Get the air quality for {city}.",
         fill(city=words.city),
-        found("index aqi", tool_values.small(1, 200), "The index is {found}."),
+        single_value("index aqi", tool_values.small(1, 200), "The index is {found}."),
     ),
     family(
         "package",
@@ -24,7 +40,7 @@ FAMILIES = (
         (parameter("id", "tracking_number"),),
         "Track the package {id}.|Where is my package {id}?|Track package {id}, please.",
         fill(id=tool_values.code),
-        found("status state", pick("shipped late"), "The status is {found}."),
+        single_value("status state", pick("shipped late"), "The status is {found}."),
     ),
     family(
         "horoscope",
@@ -34,7 +50,7 @@ FAMILIES = (
         "What is the horoscope for {sign}?|Give me the horoscope of {sign}.|"
         "My sign is {sign}, what is my horoscope?",
         fill(sign=pick("aries leo virgo libra pisces")),
-        found("text horoscope", words.message, "The horoscope is {found}."),
+        single_value("text horoscope", words.message, "The horoscope is {found}."),
     ),
     family(
         "word",
@@ -44,7 +60,7 @@ FAMILIES = (
         "Define the word {word}.|What is the definition of {word}?|"
         "Look up the definition of {word}.",
         fill(word=tool_values.lower_word),
-        found("definition meaning", tool_values.phrase, "The definition is {found}."),
+        single_value("definition meaning", tool_values.phrase, "The definition is {found}."),
     ),
     family(
         "cooking",
@@ -58,7 +74,7 @@ FAMILIES = (
         "Find me a recipe with {ingredient} for {servings} servings.|"
         "I need a recipe with {ingredient}.",
         fill(ingredient=lambda rng: rng.choice(words.NOUNS), servings=tool_values.small(2, 9)),
-        found("title recipe", tool_values.title, "The recipe is {found}."),
+        single_value("title recipe", tool_values.title, "The recipe is {found}."),
     ),
     family(
         "car",
@@ -79,7 +95,7 @@ FAMILIES = (
         "What is the status of flight {flight}?|Is flight {flight} on time?|"
         "Check the flight status of {flight}.",
         fill(flight=tool_values.code),
-        found("status", pick("late landed"), "The status is {found}."),
+        single_value("status", pick("late landed"), "The status is {found}."),
     ),
     family(
         "letters",
@@ -89,7 +105,7 @@ FAMILIES = (
         "Count the letters of the word {word}.|Count the letters in {word}.|"
         "How many letters does the word {word} have?",
         fill(word=tool_values.lower_word),
-        found("letters count", tool_values.small(2, 12), "The count is {found}."),
+        single_value("letters count", tool_values.small(2, 12), "The count is {found}."),
     ),
     family(
         "sunrise",
@@ -99,7 +115,7 @@ FAMILIES = (
         "When is sunrise in {city}?|When is the sunrise in {city} on {date}?|"
         "Get the sunrise time for {city} on {date}.",
         fill(city=words.city, date=tool_values.date),
-        found("sunrise time", words.clock, "The sunrise is {found}."),
+        single_value("sunrise time", words.clock, "The sunrise is {found}."),
     ),
     family(
         "birthday",
@@ -108,7 +124,7 @@ FAMILIES = (
         (parameter("name", "name"),),
         "When is the birthday of {name}?|When is {name}'s birthday?|Get the birthday of {name}.",
         fill(name=words.first_name),
-        found("birthday date", tool_values.date, "The birthday is {found}."),
+        single_value("birthday date", tool_values.date, "The birthday is {found}."),
     ),
     family(
         "door",
@@ -116,12 +132,7 @@ FAMILIES = (
         "Lock or unlock a door.",
         (parameter("door", "door"), parameter("locked", "locked", "boolean")),
         "{locked} the {door} door.|Please {locked} the {door} door.",
-        lambda rng: (
-            lambda on: (
-                {"door": rng.choice(("front", "back", "garage", "cellar")), "locked": on},
-                {"locked": "Lock" if on else "Unlock"},
-            )
-        )(rng.random() < 0.5),
+        _fill_door,
         done("The door is done."),
     ),
     family(
@@ -133,12 +144,10 @@ FAMILIES = (
         "Get the holidays of {country} for {year}.|"
         "List the public holidays in {country} in {year}.",
         fill(
-            country=lambda rng: rng.choice(
-                ("France", "Germany", "Italy", "Spain", "Norway", "Kenya")
-            ),
+            country=pick("France Germany Italy Spain Norway Kenya"),
             year=tool_values.small(2020, 2030),
         ),
-        found("count", tool_values.small(5, 20), "The count is {found}."),
+        single_value("count", tool_values.small(5, 20), "The count is {found}."),
     ),
     family(
         "cancel",
@@ -169,7 +178,7 @@ FAMILIES = (
         "Show me the lyrics of {song} by {artist}.|"
         "What are the lyrics of {song} by {artist}?",
         fill(song=tool_values.title, artist=words.full_name),
-        found("lyrics text", words.message, "The lyrics are {found}."),
+        single_value("lyrics text", words.message, "The lyrics are {found}."),
     ),
     family(
         "root",
@@ -179,7 +188,7 @@ FAMILIES = (
         "What is the square root of {number}?|Square root of {number}|"
         "Compute the square root of {number}.",
         fill(number=words.number),
-        found("result root", words.number, "The result is {found}."),
+        single_value("result root", words.number, "The result is {found}."),
     ),
     family(
         "tags",
@@ -187,12 +196,7 @@ FAMILIES = (
         "Add tags to a photo.",
         (parameter("photo", "photo"), parameter("tags", "tags", "array")),
         "Tag the photo {photo} with {tags}.|Add the tags {tags} to the photo {photo}.",
-        lambda rng: (
-            lambda tags: (
-                {"photo": tool_values.file_name(rng), "tags": tags},
-                {"tags": listing(tags)},
-            )
-        )(tool_values.word_list(rng)),
+        _fill_tags,
         done("It is tagged."),
     ),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
-from .base import Exchange, draw, listing, plain, vary
+from .base import NEVER_TRAINED, Candidate, Exchange, Turn, draw, listing, plain, vary
 from .words import made_up
 
 
@@ -20,6 +21,24 @@ class Person:
     food: str
     hobby: str
 
+    @property
+    def record(self) -> str:
+        """All attributes in short, as the reasoning repeats them."""
+        return f"{self.name}: {self.job} in {self.city}, {self.pet}, {self.food}, {self.hobby}."
+
+    @property
+    def description(self) -> str:
+        """All attributes in sentences."""
+        return (
+            f"{self.name} is a {self.job} from {self.city}. {self.name} has a {self.pet}, "
+            f"likes {self.food} and enjoys {self.hobby}."
+        )
+
+    def sentence(self, attribute: str) -> str:
+        """Return the sentence that states one attribute, such as `Hugo lives in Pinemark.`."""
+        value = getattr(self, attribute)
+        return ATTRIBUTES[attribute].answer.format(name=self.name, value=value)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -28,6 +47,21 @@ class Place:
     name: str
     river: str
     famous_for: str
+
+    @property
+    def river_sentence(self) -> str:
+        """The sentence that names the river."""
+        return f"The river {self.river} flows through {self.name}."
+
+    @property
+    def fame_sentence(self) -> str:
+        """The sentence that says what the place is famous for."""
+        return f"{self.name} is famous for {self.famous_for}."
+
+    @property
+    def description(self) -> str:
+        """The river and the fame in one sentence."""
+        return f"{self.name} is a city on the river {self.river}, famous for {self.famous_for}."
 
 
 PEOPLE = tuple(
@@ -58,41 +92,63 @@ PLACES = tuple(
         "Fernwick/Moss/its gardens",
     )
 )
-_BY_NAME = {person.name: person for person in PEOPLE}
+_NAMES = {person.name for person in PEOPLE}
 
-# For each attribute: the answer, the words of a follow-up question, and the questions.
-FORWARD: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "city": ("{name} lives in {value}.", "home",
-             ("Where does {name} live?", "Which city does {name} live in?",
-              "Where is {name}'s home?",
-              "In what city does {name} live?", "Do you know where {name} lives?",
-              "Where can I find {name}?")),
-    "job": ("{name} is a {value}.", "job",
-            ("What is {name}'s job?", "What does {name} do for a living?",
-             "What work does {name} do?", "What is the job of {name}?", "What does {name} work as?",
-             "Do you know {name}'s job?")),
-    "pet": ("{name} has a {value}.", "pet",
-            ("What pet does {name} have?", "What is {name}'s pet?",
-             "Which animal does {name} keep?",
-             "Does {name} have a pet?", "What kind of pet does {name} own?",
-             "What animal lives with {name}?")),
-    "food": ("{name}'s favourite food is {value}.", "favourite food",
-             ("What does {name} like to eat?", "What is {name}'s favourite food?",
-              "What food does {name} love?",
-              "Which dish does {name} like best?", "What should I cook for {name}?")),
-    "hobby": ("{name}'s hobby is {value}.", "hobby",
-              ("What is {name}'s hobby?", "What does {name} do for fun?",
-               "What does {name} like to do?",
-               "How does {name} spend free time?", "Which hobby does {name} have?")),
-}  # fmt: skip
-BACKWARD: dict[str, tuple[str, ...]] = {
-    "city": ("Who lives in {value}?", "Which people live in {value}?", "Who is from {value}?"),
-    "job": ("Who is a {value}?", "Who is the {value}?", "Who works as a {value}?",
-            "Which person is a {value}?"),
-    "pet": ("Who has a {value}?", "Who keeps a {value}?", "Whose pet is a {value}?",
-            "Who owns the {value}?"),
-    "food": ("Who likes {value}?", "Who loves {value}?", "Whose favourite food is {value}?"),
-    "hobby": ("Whose hobby is {value}?", "Who likes {value} as a hobby?", "Who enjoys {value}?"),
+
+class Attribute(NamedTuple):
+    """The wordings about one attribute of a person, with the placeholders `{name}` and `{value}`.
+
+    Attributes:
+        answer: The sentence that states the attribute.
+        noun: The noun of a follow-up question, such as `And the job?`.
+        questions: Questions for the value of a person's attribute.
+        who_answer: The sentence that answers a question for the person.
+        who_questions: Questions for the person whose attribute has a value.
+    """
+
+    answer: str
+    noun: str
+    questions: tuple[str, ...]
+    who_answer: str
+    who_questions: tuple[str, ...]
+
+
+ATTRIBUTES = {
+    "city": Attribute(
+        "{name} lives in {value}.", "home",
+        ("Where does {name} live?", "Which city does {name} live in?", "Where is {name}'s home?",
+         "In what city does {name} live?", "Do you know where {name} lives?",
+         "Where can I find {name}?"),
+        "{name} lives in {value}.",
+        ("Who lives in {value}?", "Which people live in {value}?", "Who is from {value}?")),
+    "job": Attribute(
+        "{name} is a {value}.", "job",
+        ("What is {name}'s job?", "What does {name} do for a living?", "What work does {name} do?",
+         "What is the job of {name}?", "What does {name} work as?", "Do you know {name}'s job?"),
+        "{name} is a {value}.",
+        ("Who is a {value}?", "Who is the {value}?", "Who works as a {value}?",
+         "Which person is a {value}?")),
+    "pet": Attribute(
+        "{name} has a {value}.", "pet",
+        ("What pet does {name} have?", "What is {name}'s pet?", "Which animal does {name} keep?",
+         "Does {name} have a pet?", "What kind of pet does {name} own?",
+         "What animal lives with {name}?"),
+        "{name} has a {value}.",
+        ("Who has a {value}?", "Who keeps a {value}?", "Whose pet is a {value}?",
+         "Who owns the {value}?")),
+    "food": Attribute(
+        "{name}'s favourite food is {value}.", "favourite food",
+        ("What does {name} like to eat?", "What is {name}'s favourite food?",
+         "What food does {name} love?", "Which dish does {name} like best?",
+         "What should I cook for {name}?"),
+        "{name} likes {value}.",
+        ("Who likes {value}?", "Who loves {value}?", "Whose favourite food is {value}?")),
+    "hobby": Attribute(
+        "{name}'s hobby is {value}.", "hobby",
+        ("What is {name}'s hobby?", "What does {name} do for fun?", "What does {name} like to do?",
+         "How does {name} spend free time?", "Which hobby does {name} have?"),
+        "{name}'s hobby is {value}.",
+        ("Whose hobby is {value}?", "Who likes {value} as a hobby?", "Who enjoys {value}?")),
 }  # fmt: skip
 ABOUT_PERSON = (
     "Tell me about {name}.",
@@ -114,113 +170,92 @@ RIVER = (
 FAMOUS = ("What is {name} famous for?", "What is {name} known for?", "Why is {name} famous?")
 
 
-def _record(person: Person) -> str:
-    rest = f"{person.pet}, {person.food}, {person.hobby}."
-    return f"{person.name}: {person.job} in {person.city}, {rest}"
-
-
-def _forward(person: Person, attribute: str) -> tuple[str, str]:
-    """Return the reasoning and the answer for one attribute of one person."""
-    answer = FORWARD[attribute][0].format(name=person.name, value=getattr(person, attribute))
-    return _record(person), answer
-
-
-def _backward(attribute: str, value: str) -> tuple[str, str]:
-    names = listing(p.name for p in PEOPLE if getattr(p, attribute) == value)
-    verb = "live" if attribute == "city" else "lives"
-    answer = {
-        "city": f"{names} {verb} in {value}.",
-        "job": f"{names} is a {value}.",
-        "pet": f"{names} has a {value}.",
-        "food": f"{names} likes {value}.",
-        "hobby": f"{names}'s hobby is {value}.",
-    }[attribute]
-    return f"Who has {attribute} {value}? {names}.", answer
-
-
-def _about_person(person: Person) -> str:
-    return (
-        f"{person.name} is a {person.job} from {person.city}. {person.name} has a {person.pet}, "
-        f"likes {person.food} and enjoys {person.hobby}."
-    )
-
-
-def _about_place(place: Place) -> str:
-    names = listing(p.name for p in PEOPLE if p.city == place.name)
-    return (
-        f"{place.name} is a city on the river {place.river}, famous for {place.famous_for}. "
-        f"{names} live there."
-    )
-
-
-def _question(rng: Random) -> tuple[str, str, str]:
-    """Draw a question, the reasoning and the answer."""
+def _question(rng: Random) -> Turn:
+    """Draw a question about a person or a place of the world."""
     person, place = rng.choice(PEOPLE), rng.choice(PLACES)
     kind = rng.random()
     if kind < 0.44:
-        attribute = rng.choice(list(FORWARD))
-        user = rng.choice(FORWARD[attribute][2]).format(name=person.name)
-        return user, *_forward(person, attribute)
+        return _about_attribute(rng, person, rng.choice(list(ATTRIBUTES)))
     if kind < 0.74:
-        attribute = rng.choice(list(BACKWARD))
-        value = getattr(person, attribute)
-        user = rng.choice(BACKWARD[attribute]).format(value=value)
-        return user, *_backward(attribute, value)
+        attribute = rng.choice(list(ATTRIBUTES))
+        return _who(rng, attribute, getattr(person, attribute))
     if kind < 0.82:
-        user = rng.choice(ABOUT_PERSON).format(name=person.name)
-        return user, _record(person), _about_person(person)
+        question = rng.choice(ABOUT_PERSON).format(name=person.name)
+        return Turn(question, person.record, person.description)
     if kind < 0.88:
-        user = rng.choice(ABOUT_PLACE).format(name=place.name)
-        return user, f"{place.name} is one of the cities.", _about_place(place)
-    about = f"{place.name}: river {place.river}, {place.famous_for}."
+        question = rng.choice(ABOUT_PLACE).format(name=place.name)
+        inhabitants = listing(person.name for person in PEOPLE if person.city == place.name)
+        answer = f"{place.description} {inhabitants} live there."
+        return Turn(question, f"{place.name} is one of the cities.", answer)
+    record = f"{place.name}: river {place.river}, {place.famous_for}."
     if kind < 0.94:
-        answer = f"The river {place.river} flows through {place.name}."
-        return rng.choice(RIVER).format(name=place.name), about, answer
-    answer = f"{place.name} is famous for {place.famous_for}."
-    return rng.choice(FAMOUS).format(name=place.name), about, answer
+        return Turn(rng.choice(RIVER).format(name=place.name), record, place.river_sentence)
+    return Turn(rng.choice(FAMOUS).format(name=place.name), record, place.fame_sentence)
+
+
+def _about_attribute(rng: Random, person: Person, attribute: str) -> Turn:
+    """Ask for one attribute of a person, such as `Where does Hugo live?`."""
+    question = rng.choice(ATTRIBUTES[attribute].questions).format(name=person.name)
+    return Turn(question, person.record, person.sentence(attribute))
+
+
+def _who(rng: Random, attribute: str, value: str) -> Turn:
+    """Ask for the people whose attribute has a value, such as `Who lives in Pinemark?`."""
+    wordings = ATTRIBUTES[attribute]
+    names = listing(person.name for person in PEOPLE if getattr(person, attribute) == value)
+    answer = wordings.who_answer.format(name=names, value=value)
+    if attribute == "city":
+        answer = answer.replace(" lives ", " live ")  # Two people live in each city.
+    question = rng.choice(wordings.who_questions).format(value=value)
+    return Turn(question, f"Who has {attribute} {value}? {names}.", answer)
 
 
 def facts(rng: Random, held_out: bool) -> Exchange:
     """Ask about the world. The words of the question and the name decide what is held out."""
 
-    def make() -> tuple[str, Exchange]:
-        user, reasoning, answer = _question(rng)
-        return user, plain("world facts", vary(rng, user), reasoning, answer)
+    def propose() -> Candidate[Exchange]:
+        turn = _question(rng)
+        user = vary(rng, turn.question)
+        exchange = plain("world facts", user, reasoning=turn.reasoning, answer=turn.answer)
+        return Candidate(key=turn.question, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def strangers(rng: Random, held_out: bool) -> Exchange:
     """Ask about a person who is not in the world."""
 
-    def make() -> tuple[str, Exchange]:
+    def propose() -> Candidate[Exchange]:
         name = made_up(rng)
-        user = rng.choice(FORWARD[rng.choice(list(FORWARD))][2]).format(name=name)
-        answer = f"Sorry, I do not know anyone called {name}."
-        exchange = plain("declines", vary(rng, user), f"{name} is not in my world.", answer)
-        return ("" if name in _BY_NAME else user), exchange
+        attribute = ATTRIBUTES[rng.choice(list(ATTRIBUTES))]
+        question = rng.choice(attribute.questions).format(name=name)
+        exchange = plain(
+            "declines",
+            vary(rng, question),
+            reasoning=f"{name} is not in my world.",
+            answer=f"Sorry, I do not know anyone called {name}.",
+        )
+        return Candidate(key=NEVER_TRAINED if name in _NAMES else question, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)
 
 
 def follow_ups(rng: Random, held_out: bool) -> list[Exchange]:
     """Ask about a person, then ask a question that only makes sense after the first one."""
 
-    def make() -> tuple[str, list[Exchange]]:
+    def propose() -> Candidate[list[Exchange]]:
         first, second = rng.sample(PEOPLE, 2)
-        attribute, other = rng.sample(list(FORWARD), 2)
-        opening = rng.choice(FORWARD[attribute][2]).format(name=first.name)
+        attribute, other_attribute = rng.sample(list(ATTRIBUTES), 2)
+        question, reasoning, answer = _about_attribute(rng, first, attribute)
+        opening = plain("world facts", question, reasoning=reasoning, answer=answer)
         if rng.random() < 0.5:
-            words, answered = second.name, _forward(second, attribute)
-            forms: tuple[str, ...] = ("And {0}?", "What about {0}?", "And what about {0}?")
+            person, asked, subject = second, attribute, second.name
+            wordings = ("And {0}?", "What about {0}?", "And what about {0}?")
         else:
-            words, answered = FORWARD[other][1], _forward(first, other)
-            forms = ("And the {0}?", "What about the {0}?", "And what is the {0}?")
-        closing = rng.choice(forms).format(words)
-        turns = [
-            plain("world facts", opening, *_forward(first, attribute)),
-            plain("follow-up", closing, *answered),
-        ]
-        return f"{opening} {closing}", turns
+            person, asked, subject = first, other_attribute, ATTRIBUTES[other_attribute].noun
+            wordings = ("And the {0}?", "What about the {0}?", "And what is the {0}?")
+        user = rng.choice(wordings).format(subject)
+        closing = plain("follow-up", user, reasoning=person.record, answer=person.sentence(asked))
+        return Candidate(key=f"{question} {user}", example=[opening, closing])
 
-    return draw(make, held_out)
+    return draw(propose, held_out)

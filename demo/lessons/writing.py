@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 from . import words
-from .base import Exchange, draw, vary
+from .base import Candidate, Exchange, capitalised, draw, vary, with_article
 from .world import PEOPLE
 
 _ANIMALS = words.split(
@@ -128,53 +130,76 @@ _JOKES = (
     "Why is six afraid of seven? Because seven eight nine.",
     "What is brown and sticky? A stick.",
 )
-_OPENINGS = ("", "", "", "", "Hello! ", "Hi! ", "OK. ", "Now: ", "Hey, ", "Next: ")
 
 
-def _story_text(template: str, subject: str, again: str) -> str:
-    return template.format(a=subject, the=again, The=again[0].upper() + again[1:])
+class Piece(NamedTuple):
+    """A request for a piece of writing, and the texts that are right answers."""
+
+    request: str
+    texts: tuple[str, ...]
 
 
-def _story(rng: Random) -> tuple[str, tuple[str, ...]]:
+def _stories(templates: Sequence[str], subject: str, subject_again: str) -> tuple[str, ...]:
+    """Return a story from each template.
+
+    Example: the subject `a fox` with `the fox` gives `Once there was a fox who ... The fox ...`.
+    """
+    return tuple(
+        template.format(a=subject, the=subject_again, The=capitalised(subject_again))
+        for template in templates
+    )
+
+
+def _story(rng: Random) -> Piece:
+    """Draw a request for a story about nothing special, about a person or about a thing."""
     if rng.random() < 0.3:
-        subject = rng.choice(_ANIMALS[:12])
-        request = rng.choice(_STORY_PLAIN)
-        choices = tuple(
-            _story_text(_STORIES[n], f"a {word}", f"the {word}")
-            for n, word in enumerate(("fox", "mouse", "turtle"))
-        )
-        del subject
-        return request, choices
+        return _story_about_nothing(rng)
     if rng.random() < 0.2:
         name = words.first_name(rng) if rng.random() < 0.7 else rng.choice(PEOPLE).name
-        texts = tuple(_story_text(s, f"someone called {name}", name) for s in _STORIES)
-        return rng.choice(_STORY_REQUESTS).format(name), texts
-    word = rng.choice(_ANIMALS if rng.random() < 0.6 else words.NOUNS)
+        stories = _stories(_STORIES, f"someone called {name}", name)
+        return Piece(rng.choice(_STORY_REQUESTS).format(name), stories)
+    noun = rng.choice(_ANIMALS if rng.random() < 0.6 else words.NOUNS)
     if rng.random() < 0.25:
-        word = f"{rng.choice(words.ADJECTIVES)} {word}"
-    article = "an" if word[0] in "aeiou" else "a"
-    texts = tuple(_story_text(s, f"{article} {word}", f"the {word}") for s in _STORIES)
-    return rng.choice(_STORY_REQUESTS).format(f"{article} {word}"), texts
+        noun = f"{rng.choice(words.ADJECTIVES)} {noun}"
+    subject = with_article(noun)
+    stories = _stories(_STORIES, subject, f"the {noun}")
+    return Piece(rng.choice(_STORY_REQUESTS).format(subject), stories)
 
 
-def _poem(rng: Random) -> tuple[str, tuple[str, ...]]:
-    plain_forms, forms, text = (
-        (_POEM_PLAIN, _POEM_REQUESTS, _POEM)
-        if rng.random() < 0.6
-        else (_HAIKU_PLAIN, _HAIKU_REQUESTS, _HAIKU)
-    )
+def _story_about_nothing(rng: Random) -> Piece:
+    """Draw a request without a subject. Each of its three stories has a certain animal."""
+    # The checkpoints were trained on texts that followed this choice of an animal, which is unused.
+    rng.choice(_ANIMALS[:12])
+    request = rng.choice(_STORY_PLAIN)
+    texts = [
+        story
+        for template, animal in zip(_STORIES, ("fox", "mouse", "turtle"), strict=True)
+        for story in _stories([template], f"a {animal}", f"the {animal}")
+    ]
+    return Piece(request, tuple(texts))
+
+
+def _poem(rng: Random) -> Piece:
+    """Draw a request for a poem or a haiku about a subject, or without a subject."""
+    is_haiku = rng.random() >= 0.6
+    template = _HAIKU if is_haiku else _POEM
     if rng.random() < 0.3:
-        return rng.choice(plain_forms), (text.format("the sea"),)
+        request = rng.choice(_HAIKU_PLAIN if is_haiku else _POEM_PLAIN)
+        return Piece(request, (template.format("the sea"),))
     subject = rng.choice(_POEM_SUBJECTS)
     if rng.random() < 0.5:
         noun = rng.choice((*words.NOUNS, *_ANIMALS))
-        article = rng.choice(("the", "an" if noun[0] in "aeiou" else "a"))
-        subject = f"{article} {noun}"
-    return rng.choice(forms).format(subject), (text.format(subject),)
+        subject = rng.choice((f"the {noun}", with_article(noun)))
+    request = rng.choice(_HAIKU_REQUESTS if is_haiku else _POEM_REQUESTS).format(subject)
+    return Piece(request, (template.format(subject),))
 
 
-def _joke(rng: Random) -> tuple[str, tuple[str, ...]]:
-    return rng.choice(_JOKE_REQUESTS), _JOKES
+def _joke(rng: Random) -> Piece:
+    return Piece(rng.choice(_JOKE_REQUESTS), _JOKES)
+
+
+_KINDS = {"story": _story, "poem": _poem, "joke": _joke}
+_OPENINGS = ("", "", "", "", "Hello! ", "Hi! ", "OK. ", "Now: ", "Hey, ", "Next: ")
 
 
 def write(rng: Random, held_out: bool) -> Exchange:
@@ -183,18 +208,17 @@ def write(rng: Random, held_out: bool) -> Exchange:
     Several texts are right, so the message lists them all in `alternatives`.
     """
 
-    def make() -> tuple[str, Exchange]:
-        maker, kind = rng.choices(((_story, "story"), (_poem, "poem"), (_joke, "joke")), (6, 3, 2))[
-            0
-        ]
-        user, texts = maker(rng)
-        user = vary(rng, rng.choice(_OPENINGS) + user)
+    def propose() -> Candidate[Exchange]:
+        (kind,) = rng.choices(list(_KINDS), weights=(6, 3, 2))
+        request, texts = _KINDS[kind](rng)
+        user = vary(rng, rng.choice(_OPENINGS) + request)
         answer = {
             "role": "assistant",
             "reasoning_content": f"A {kind}.",
             "content": rng.choice(texts),
             "alternatives": texts,
         }
-        return user, Exchange("stories and poems", ({"role": "user", "content": user}, answer))
+        exchange = Exchange("stories and poems", ({"role": "user", "content": user}, answer))
+        return Candidate(key=user, example=exchange)
 
-    return draw(make, held_out)
+    return draw(propose, held_out)

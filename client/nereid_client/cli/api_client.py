@@ -77,7 +77,10 @@ def _request_errors(url: str) -> Iterator[None]:
     try:
         yield
     except urllib.error.HTTPError as error:
-        raise FailureError(_error_message(url, error)) from None
+        message = _error_message(url, error)
+        if error.code == 401:  # the server's message names only headers
+            message += " The `nereid` command sends the key in the variable NEREID_API_KEY."
+        raise FailureError(message) from None
     except (ValueError, http.client.InvalidURL) as error:
         raise CliError(
             f"--url: {url} is not a valid URL ({error}). An example is {DEFAULT_URL}."

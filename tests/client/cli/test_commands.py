@@ -523,6 +523,13 @@ def test_a_limit_of_memory_below_that_of_every_process_is_refused(capsys):
     assert "must be at least 64MiB, such as 8GiB" in capsys.readouterr().err
 
 
+def test_a_missing_key_is_refused_with_the_name_of_its_variable(capsys, monkeypatch):
+    monkeypatch.delenv("NEREID_API_KEY", raising=False)
+    with live_frontend(FakeBackend(), FakePooling(), api_key="s3cret") as port:
+        assert main(["models", "--url", f"http://127.0.0.1:{port}"]) == 1
+    assert "sends the key in the variable NEREID_API_KEY." in capsys.readouterr().err
+
+
 def test_keys_with_characters_beyond_latin_1_are_sent(capsys, monkeypatch):
     monkeypatch.setenv("NEREID_API_KEY", "ключ")
     with live_frontend(FakeBackend(), FakePooling(), api_key="ключ") as port:

@@ -13,7 +13,7 @@ def attacks() -> Iterator[Attack]:
     """Yield all attacks with templates, addresses and identifiers."""
     yield from _templates()
     yield from _addresses()
-    yield from _foreign_responses()
+    yield from _missing()
     yield from _identifiers()
 
 
@@ -92,8 +92,8 @@ def _png_bomb() -> str:
     return base64.b64encode(b"\x89PNG\r\n\x1a\n" + header + pixels).decode()
 
 
-def _foreign_responses() -> Iterator[Attack]:
-    """Yield requests for a stored response of another client."""
+def _missing() -> Iterator[Attack]:
+    """Yield requests for another client's response, or for a model outside the repository."""
     response = "/v1/responses/{foreign}"
     body = {"input": "hi", "previous_response_id": "{foreign}"}
     sends = {

@@ -139,24 +139,27 @@ def _small_inputs(model: str) -> list[Tensor]:
 def _envelopes() -> dict[str, bytes]:
     """Return envelopes: the parameters of a request as the tokenizer sends them to the executor."""
     params = msgpack.packb({"temperature": 1.0})
+    wrong_types = msgpack.packb({"temperature": "hot", "grammar": 3, "thinking": None})
+    good_types = msgpack.packb({"grammar": None, "thinking": None, "max_tokens": 2})
+
+    def envelope(params: bytes, n: object = 1, context: bytes = b"") -> bytes:
+        """Pack the first fields of a RequestEnvelope."""
+        return bytes(msgpack.packb([params, n, context]))
+
     return {
         "random bytes": os.urandom(300),
         "empty": b"",
         "a number": msgpack.packb(7),
         "a row that is too short": msgpack.packb([params]),
         "a row that is too long": msgpack.packb([params, 1, b""] + [0] * 40),
-        "n of 10**9": msgpack.packb([params, 10**9, b""]),
-        "n of -1": msgpack.packb([params, -1, b""]),
-        "n is a text": msgpack.packb([params, "many", b""]),
-        "damaged parameters": msgpack.packb([b"\xc1\xc1", 1, b""]),
-        "an unknown parameter": msgpack.packb([msgpack.packb({"evil": 1}), 1, b""]),
-        "incomplete parameters": msgpack.packb([params, 1, b""]),
-        "parameters of wrong types": msgpack.packb(
-            [msgpack.packb({"temperature": "hot", "grammar": 3, "thinking": None}), 1, b""]
-        ),
-        "a damaged context": msgpack.packb(
-            [msgpack.packb({"grammar": None, "thinking": None, "max_tokens": 2}), 1, b"\xc1"]
-        ),
+        "n of 10**9": envelope(params, n=10**9),
+        "n of -1": envelope(params, n=-1),
+        "n is a text": envelope(params, n="many"),
+        "damaged parameters": envelope(b"\xc1\xc1"),
+        "an unknown parameter": envelope(msgpack.packb({"evil": 1})),
+        "incomplete parameters": envelope(params),
+        "parameters of wrong types": envelope(wrong_types),
+        "a damaged context": envelope(good_types, context=b"\xc1"),
         "a list of 10**9 elements": b"\xdd\x3b\x9a\xca\x00",
         "500 nested lists": b"\x91" * 500 + b"\xc0",
         "100,000 nested lists": b"\x91" * 100_000 + b"\xc0",
@@ -167,23 +170,30 @@ def _states() -> dict[str, bytes]:
     """Return states that the executor has not signed. Most of them are otherwise valid."""
 
     def state(slot: int = 0, deltas: object = (), slots: tuple[int, ...] = (0,)) -> bytes:
+        """Pack the fields of a StepState."""
         context = msgpack.packb({"stream": True, "num_prompt_tokens": 1})
-        return bytes(msgpack.packb((slot, 1, 1, deltas, False, (context, slots))))
+        opening = (context, slots)
+        serial, step, is_last = 1, 1, False
+        return bytes(msgpack.packb((slot, serial, step, deltas, is_last, opening)))
 
-    delta = (0, 1, (), None, None, 0, None)
+    def delta(token_ids: int) -> tuple[object, ...]:
+        """Return the fields of a SequenceDelta. The token ids should be a tuple."""
+        index, logprobs, num_cached_tokens, ending = 0, ((), None, None), 0, None
+        return (index, token_ids, *logprobs, num_cached_tokens, ending)
+
     return {
         "random bytes": os.urandom(300),
         "empty": b"",
         "a row that is too short": msgpack.packb([1]),
         "no opening": msgpack.packb((0, 99_999, 7, [], False, None)),
-        "a state without a signature": state(deltas=[delta]),
-        "a state with a signature of zeros": bytes(32) + state(deltas=[delta]),
-        "a state with a signature at the end": state(deltas=[delta]) + bytes(32),
+        "a state without a signature": state(deltas=[delta(1)]),
+        "a state with a signature of zeros": bytes(32) + state(deltas=[delta(1)]),
+        "a state with a signature at the end": state(deltas=[delta(1)]) + bytes(32),
         "a slot of 2**40": state(slots=(2**40,)),
         "a negative slot": state(slot=-1),
         "100,000 slots": state(slots=tuple(range(100_000))),
         "deltas of wrong types": state(deltas=[1, "a"]),
-        "a delta with 2**60 tokens": state(deltas=[(0, 2**60, (), None, None, 0, None)]),
+        "a delta with 2**60 tokens": state(deltas=[delta(2**60)]),
         "100,000 nested lists": b"\x91" * 100_000 + b"\xc0",
     }
 

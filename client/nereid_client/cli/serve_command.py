@@ -37,7 +37,7 @@ from nereid_client.supervise.supervisor import Supervisor
 # The flags that describe models. They are refused together with --config, whose file describes all
 # models.
 _MODEL_FLAGS = ("--model", "--served-model-name", "--lora", "--embedding-model", "--rerank-model")
-_LOOPBACK = ("127.0.0.1", "localhost")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -308,10 +308,17 @@ def _check_adapter_names(lora_adapters: str, names: Sequence[str]) -> None:
 
 def _exposure_warnings(host: str, settings: Settings) -> list[str]:
     """Return warnings about endpoints that other machines can use without an API key."""
+    has_key = bool(settings.api_key or settings.api_key_file)
     if host in _LOOPBACK:
-        return []
+        if has_key or settings.host in _LOOPBACK:
+            return []
+        return [
+            f"NEREID_OPENAI_HOST={settings.host} lets other machines reach the OpenAI API, and no "
+            "API key is required. Set NEREID_API_KEY or NEREID_API_KEY_FILE, or block the port in "
+            "a firewall."
+        ]
     endpoints = "the Triton server's HTTP, gRPC and metrics endpoints"
-    if settings.api_key or settings.api_key_file:
+    if has_key:
         return [
             f"--host {host} lets other machines reach {endpoints}, which cannot check API keys. "
             "Anybody who reaches them can use the models without a key and can read and change the "

@@ -69,6 +69,16 @@ def test_the_frontend_listens_where_its_variables_say(plan):
     assert "--http-address=127.0.0.1" in made.server.command
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "is_warned"),
+    [("0.0.0.0", "", True), ("0.0.0.0", "secret", False), ("127.0.0.1", "", False)],
+)
+def test_an_open_frontend_without_an_api_key_is_warned_about(plan, host, key, is_warned):
+    [port] = free_ports(1)
+    made = plan(f"--openai-port={port}", NEREID_OPENAI_HOST=host, NEREID_API_KEY=key)
+    assert any("no API key is required" in warning for warning in made.warnings) == is_warned
+
+
 @pytest.mark.parametrize("host", ["::1", "::"])
 def test_the_url_of_a_frontend_with_an_ipv6_address_has_brackets(plan, monkeypatch, host):
     # A machine without IPv6 cannot reserve a port of this address.

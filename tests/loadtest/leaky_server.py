@@ -13,17 +13,19 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 HELD = []
+_64_MIB = 64 * 2**20
 STATE = {"num_requests": 0}
 
 
-def leak(what):
-    if what == "/open":
+def leak(path):
+    """Cause the leak that belongs to a path of the server."""
+    if path == "/open":
         HELD.extend(open(os.devnull) for _ in range(10))  # noqa: SIM115 - they stay open
-    elif what == "/grow":
-        HELD.append(bytes([1]) * (64 << 20))
-    elif what == "/zombie":
+    elif path == "/grow":
+        HELD.append(bytes([1]) * _64_MIB)
+    elif path == "/zombie":
         HELD.append(subprocess.Popen(["true"]))
-    elif what == "/work":
+    elif path == "/work":
         STATE["num_requests"] += 1
 
 

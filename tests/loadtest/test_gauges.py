@@ -20,7 +20,7 @@ nereid:request_success_total{finished_reason="length",model_name="llm"} 5
 nereid:inter_token_latency_seconds_bucket{le="0.1",model_name="llm"} 9
 nv_inference_count{model="llm"} 7
 """
-REST = "".join(
+IDLE_PAGE = "".join(
     line[:-1] + "0\n" for line in PAGE.splitlines() if "llm" in line and "_total" not in line
 )
 
@@ -49,33 +49,32 @@ def metrics(page):
 
 
 def test_labels_are_summed_and_buckets_left_out():
-    found = gauges.parse(PAGE)
-    assert found["request_success_total"] == 9
-    assert found["num_requests"] == 2
-    assert "inter_token_latency_seconds_bucket" not in found
-    assert "nv_inference_count" not in found
+    values = gauges.parse(PAGE)
+    assert values["request_success_total"] == 4 + 5
+    assert values["num_requests"] == 2
+    assert "inter_token_latency_seconds_bucket" not in values
+    assert "nv_inference_count" not in values
 
 
 def test_what_is_in_use_is_named():
-    told = "num_requests 2, num_requests_running 1, kv_cache_blocks_used 3"
-    assert gauges.what_is_busy(gauges.parse(PAGE)) == told
+    busy = "num_requests 2, num_requests_running 1, kv_cache_blocks_used 3"
+    assert gauges.what_is_busy(gauges.parse(PAGE)) == busy
 
 
 def test_a_page_without_the_gauges_is_no_idle_server():
-    assert gauges.what_is_busy(gauges.parse(REST)) is None
+    assert gauges.what_is_busy(gauges.parse(IDLE_PAGE)) is None
     assert gauges.what_is_busy({}) == "the metrics page has no num_requests"
 
 
 def test_a_block_that_stays_in_use_is_reported_after_the_limit():
-    with metrics(
-        REST.replace('kv_cache_blocks_used{model_name="llm"} 0', "kv_cache_blocks_used 1")
-    ) as (_, url):
+    used_block = 'kv_cache_blocks_used{model_name="llm"} '
+    with metrics(IDLE_PAGE.replace(f"{used_block}0", f"{used_block}1")) as (_, url):
         assert gauges.wait_for_rest(url, limit_s=0.5) == "kv_cache_blocks_used 1"
 
 
 def test_the_wait_ends_when_the_server_is_idle():
     with metrics(PAGE) as (server, url):
-        threading.Timer(0.4, lambda: setattr(server, "page", REST)).start()
+        threading.Timer(0.4, lambda: setattr(server, "page", IDLE_PAGE)).start()
         assert gauges.wait_for_rest(url, limit_s=60) is None
 
 

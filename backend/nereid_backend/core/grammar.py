@@ -160,6 +160,7 @@ class Guide(Protocol):
 
         Raises:
             EngineError: if the grammar does not allow one of the tokens.
+            RequestError: if the grammar takes too much time for the tokens of the answer.
         """
 
     def fork(self) -> "Guide":

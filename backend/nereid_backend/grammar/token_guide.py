@@ -17,6 +17,7 @@ the budget forces the end marker of the reasoning.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nereid_backend.errors import EngineError
+from nereid_backend.errors import EngineError, RequestError
 from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.guide_rules import WHITE_SPACE, GuideRules
 from nereid_backend.grammar.thinking_budget import Thinking, last_bytes
@@ -42,6 +43,12 @@ _NUM_RECENT = 4
 # without sampling. A text of one byte has only one token, so no token would be added. Therefore,
 # the text must have at least `_MIN_FORCED_BYTES` bytes.
 _MIN_FORCED_BYTES = 2
+# With ambiguous rules, the time for one token can grow with each token of the answer, also long
+# after the first tokens, which a trial tests. The tokens of an answer that take longer than
+# `_SLOW_TOKEN_S` may take at most `_MAX_SLOW_S` together. Otherwise, the answer would delay the
+# steps of all other requests. With usual grammars, a token takes less than a millisecond.
+_SLOW_TOKEN_S = 0.02
+_MAX_SLOW_S = 2.0
 
 
 class Phase(Enum):
@@ -82,6 +89,8 @@ class TokenGuide:
         # The last tokens of the answer. `forced` needs these tokens to tokenise the text that must
         # follow, because the tokens of a text depend on the preceding text.
         self._recent_ids: deque[int] = deque(maxlen=_NUM_RECENT)
+        # The CPU time that the slow tokens of the answer have taken, in seconds.
+        self._slow_s = 0.0
 
     # ---- tokens of the answer --------------------------------------------------------------------
 
@@ -91,7 +100,30 @@ class TokenGuide:
         Raises:
             EngineError: if a token is not allowed. The guide has then advanced by all tokens before
                 this token.
+            RequestError: if the slow tokens of the answer have taken too much time.
         """
+        started = time.thread_time()
+        self._accept_all(token_ids)
+        self._check_time(time.thread_time() - started, len(token_ids))
+
+    def _check_time(self, seconds: float, num_tokens: int) -> None:
+        """Raise a RequestError if the slow tokens of the answer have taken too much time.
+
+        `seconds` is the CPU time that the last `num_tokens` tokens have taken.
+        """
+        if seconds <= _SLOW_TOKEN_S * num_tokens:
+            return
+        self._slow_s += seconds
+        if self._slow_s > _MAX_SLOW_S:
+            raise RequestError(
+                "grammar: checking the tokens of the answer takes too long: the tokens that took "
+                f"more than {_SLOW_TOKEN_S:g} s each took {self._slow_s:.1f} s together, but the "
+                f"limit is {_MAX_SLOW_S:g} s. Use a grammar without ambiguous rules, such as "
+                "`a ::= a a`."
+            )
+
+    def _accept_all(self, token_ids: list[int]) -> None:
+        """Update the states with the answer's next tokens. Raise the EngineError of `accept`."""
         has_only_grammar = self._thinking is None
         matcher = self._matcher if has_only_grammar else None
         # The tokens that a grammar may allow. They include no stop tokens, so none of them begins
@@ -401,6 +433,7 @@ class TokenGuide:
         copy._tail = self._tail
         copy._num_white_space_after_marker = self._num_white_space_after_marker
         copy._recent_ids = self._recent_ids.copy()
+        copy._slow_s = self._slow_s
         return copy
 
 

@@ -3,7 +3,6 @@
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,30 +25,6 @@ _JSON_CLASS = ",1,0,31,34,34,92,92,92,92,"
 # The masks are filled in the calling thread, because waking another thread takes as long as filling
 # several masks.
 _BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)
-# xgrammar has no limit on the time for one token. With ambiguous rules, this time can grow with
-# each token of the answer, also long after the first tokens, which a trial tests. The tokens of an
-# answer that take longer than _SLOW_TOKEN_S may take at most _MAX_SLOW_S together. Otherwise, the
-# answer would delay the steps of all other requests. Usual grammars need less than a millisecond.
-_SLOW_TOKEN_S = 0.02
-_MAX_SLOW_S = 2.0
-
-
-class _SlowTokens:
-    """Limits the CPU time of the slow tokens of one answer."""
-
-    def __init__(self) -> None:
-        self._total_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Add the time that one token took. Raise a RequestError if the limit is exceeded."""
-        if seconds > _SLOW_TOKEN_S:
-            self._total_s += seconds
-        if self._total_s > _MAX_SLOW_S:
-            raise RequestError(
-                f"grammar: checking the tokens of the answer takes too long: the tokens that took "
-                f"more than {_SLOW_TOKEN_S:g} s each took {self._total_s:.1f} s, but the limit is "
-                f"{_MAX_SLOW_S:g} s. Use a grammar without ambiguous rules, such as `a ::= a a`."
-            )
 
 
 class XGrammarBackend:
@@ -112,30 +87,21 @@ class XGrammarGrammar:
 
     def matcher(self) -> "XGrammarMatcher":
         """Return a new matcher; see Compiled.matcher."""
-        matcher = xgrammar.GrammarMatcher(self._grammar)
-        return XGrammarMatcher(matcher, _SlowTokens(), can_force=self._can_force)
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar), can_force=self._can_force)
 
 
 class XGrammarMatcher:
     """Implements the interface `Matcher` with xgrammar."""
 
-    def __init__(self, matcher: Any, slow_tokens: _SlowTokens, *, can_force: bool) -> None:  # noqa: ANN401
+    def __init__(self, matcher: Any, *, can_force: bool) -> None:  # noqa: ANN401 - untyped
         self._matcher = matcher
-        self._slow_tokens = slow_tokens  # The copies of a matcher belong to the same answer.
         # If True, all texts that the grammar forces are short, and `forced` computes these texts.
         # If False, `forced` always returns b"".
         self._can_force = can_force
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one token; see Matcher.accept.
-
-        Raises:
-            RequestError: the slow tokens of the answer have taken too much time.
-        """
-        started = time.thread_time()
-        is_allowed = bool(self._matcher.accept_token(token_id))
-        self._slow_tokens.add(time.thread_time() - started)
-        return is_allowed
+        """Advance by one token; see Matcher.accept."""
+        return bool(self._matcher.accept_token(token_id))
 
     def accept_bytes(self, data: bytes) -> bool:
         """Advance by bytes; see Matcher.accept_bytes."""
@@ -169,7 +135,7 @@ class XGrammarMatcher:
 
     def fork(self) -> "XGrammarMatcher":
         """Return an independent copy; see Matcher.fork."""
-        return XGrammarMatcher(self._matcher.fork(), self._slow_tokens, can_force=self._can_force)
+        return XGrammarMatcher(self._matcher.fork(), can_force=self._can_force)
 
 
 def _has_short_forced_texts(source: str) -> bool:

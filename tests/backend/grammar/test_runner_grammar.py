@@ -12,7 +12,7 @@ from fakes.hashed_path import HashedPath
 from nereid_backend import SamplingParams
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.grammar import Guides, xgrammar_backend
+from nereid_backend.grammar import Guides, token_guide
 from nereid_backend.step_runner import Runner
 from tokenizers import Tokenizer
 
@@ -133,13 +133,20 @@ def test_forced_tokens_need_few_steps(guides, decode):
     assert steps < len(output_of(sequence)) / 2
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        'root ::= start many "!"\nmany ::= many many many | [a-z] | ""\nstart ::= ',
+        'start: before many "!"\nmany: many "+" many | many many | /[a-z]/\nbefore: ',
+    ],
+)
 @pytest.mark.parametrize("drafts", [(), (300, 301)])
-def test_a_grammar_whose_tokens_become_slow_ends_its_request(guides, monkeypatch, drafts):
-    monkeypatch.setattr(xgrammar_backend, "_SLOW_TOKEN_S", 0.001)
-    monkeypatch.setattr(xgrammar_backend, "_MAX_SLOW_S", 0.05)
+def test_a_grammar_whose_tokens_become_slow_ends_its_request(guides, monkeypatch, rules, drafts):
+    monkeypatch.setattr(token_guide, "_SLOW_TOKEN_S", 0.001)
+    monkeypatch.setattr(token_guide, "_MAX_SLOW_S", 0.05)
     # The trial tests only the first tokens, and the ambiguous rule begins later.
-    source = f'root ::= {"[q] " * 40} many "!"\nmany ::= many many many | [a-z] | ""'
-    sequence = make_sequence(guides, GrammarSpec("ebnf", source), temperature=0.0)
+    spec = GrammarSpec("ebnf", rules + '"q" ' * 40)
+    sequence = make_sequence(guides, spec, temperature=0.0)
     runner = Runner(HashedPath(VOCAB))
     for _ in range(400):
         (sampled,) = run(runner, chunk_of(sequence, drafts=drafts)).sampled

@@ -121,13 +121,7 @@ def make(whole: Path, folder: Path, damage: str) -> Path:
 
 
 class Start(NamedTuple):
-    """The result of starting `nereid serve`.
-
-    Attributes:
-        exit_code: the exit code; 0 if the server became ready.
-        seconds: the seconds until the end of the program, or until the server was ready.
-        message: the error message.
-    """
+    """The end of `nereid serve`. The exit code is 0 if the server became ready."""
 
     exit_code: int
     seconds: float

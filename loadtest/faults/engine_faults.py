@@ -178,14 +178,7 @@ async def measure_one(
 ) -> Row:
     """Inject one fault while the requests for its process run, and return the results.
 
-    Args:
-        served: the server, from `serve`.
-        asker: the client.
-        fault: the fault.
-        num_texts: the number of texts in each request for the embedding model. The default of 1200
-            texts takes a few seconds.
-        num_tokens: the number of tokens of each answer of the language model. The default of 700
-            tokens takes a few seconds.
+    With `num_texts` texts or `num_tokens` tokens, each of the requests takes some seconds.
     """
     if fault.role == "engine":
         probe = _chat("probe", "Hello!", max_tokens=2)

@@ -47,10 +47,7 @@ def fill(place: Path) -> Path:
 class Case:
     """A folder of the server that is on a full disk when the server starts.
 
-    Attributes:
-        name: the name in the report.
-        environment: a function that returns environment variables for the folder of the disk.
-        flags: a function that returns flags of `nereid serve` for the folder of the disk.
+    The functions return the settings with which `nereid serve` uses the folder of the disk.
     """
 
     name: str

@@ -176,20 +176,12 @@ class Outcome:
 
 
 class Simulation:
-    """One run of the traffic with one policy."""
+    """One run of the traffic with one of POLICIES."""
 
     def __init__(
         self, traffic: Traffic, policy: str, num_blocks: int, block_size: int, cost: Cost
     ) -> None:
-        """Create the agents and a scheduler.
-
-        Args:
-            traffic: the requests.
-            policy: one of POLICIES.
-            num_blocks: the number of KV cache blocks.
-            block_size: the tokens of each KV cache block.
-            cost: the cost model of a step.
-        """
+        """Create the agents, and a scheduler with `num_blocks` KV cache blocks."""
         self._traffic = traffic
         self._has_keys = policy == "sessions"
         self._cost = cost
@@ -236,41 +228,46 @@ class Simulation:
 
     def _send(self, agent: Agent | None) -> None:
         """Send the next turn of an agent, or a single request if `agent` is None."""
-        turn = self._single() if agent is None else agent.next_turn()
         if agent is None:
+            self._submit(self._single(), key="")
             self._send_single_later()
-        key = agent.name if agent is not None and self._has_keys else ""
-        request_id = str(next(self._ids))
-        params = SamplingParams(max_tokens=turn.output_tokens, prompt_cache_key=key)
-        length = len(turn.prompt) + turn.output_tokens
-        self._running[request_id] = Running(turn, self._now_s)
-        self._scheduler.add(Sequence(request_id, turn.prompt, params, max_total_tokens=length))
+        else:
+            self._submit(agent.next_turn(), key=agent.name if self._has_keys else "")
 
     def _single(self) -> Turn:
         """Return a single request with a random prompt of about 1,200 tokens."""
         length = min(6000, 100 + int(self._singles_rng.lognormvariate(mu=7.0, sigma=0.7)))
         return Turn(random_tokens(self._singles_rng, length), _SINGLE_OUTPUT_TOKENS)
 
+    def _submit(self, turn: Turn, key: str) -> None:
+        """Add a request to the scheduler. `key` is the prompt_cache_key, or ""."""
+        request_id = str(next(self._ids))
+        params = SamplingParams(max_tokens=turn.output_tokens, prompt_cache_key=key)
+        length = len(turn.prompt) + turn.output_tokens
+        self._running[request_id] = Running(turn, self._now_s)
+        self._scheduler.add(Sequence(request_id, turn.prompt, params, max_total_tokens=length))
+
     def _note_token(self, update: RequestUpdate) -> None:
         """Record a new token of a request, and let its agent continue after the last token."""
         running = self._running[update.request_id]
+        turn = running.turn
         if not running.has_started:
             running.has_started = True
-            self._note_first_token(running, update.num_cached_tokens)
+            self._note_first_token(turn, self._now_s - running.sent_s, update.num_cached_tokens)
         if update.finish_reason is not None:
             del self._running[update.request_id]
-            if running.turn.agent is not None:
-                running.turn.agent.note_answer(running.turn.output_tokens)
-                self._continue(running.turn.agent)
+            if turn.agent is not None:
+                turn.agent.note_answer(turn.output_tokens)
+                self._continue(turn.agent)
 
-    def _note_first_token(self, running: Running, num_cached_tokens: int) -> None:
-        agent, outcome = running.turn.agent, self._outcome
-        first_token_s = self._now_s - running.sent_s
-        if agent is None:
-            outcome.single_first_token_s.append(first_token_s)
-        elif agent.turns_left < self._traffic.turns - 1:  # this is not the agent's first turn
-            outcome.first_token_s.append(first_token_s)
-            outcome.num_prompt_tokens += len(running.turn.prompt)
+    def _note_first_token(self, turn: Turn, delay_s: float, num_cached_tokens: int) -> None:
+        """Record the time to the first token. The first turn of an agent is left out."""
+        outcome = self._outcome
+        if turn.agent is None:
+            outcome.single_first_token_s.append(delay_s)
+        elif turn.agent.turns_left < self._traffic.turns - 1:
+            outcome.first_token_s.append(delay_s)
+            outcome.num_prompt_tokens += len(turn.prompt)
             outcome.num_cached_tokens += num_cached_tokens
 
     def _continue(self, agent: Agent) -> None:

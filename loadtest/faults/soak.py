@@ -46,7 +46,9 @@ from loadtest.server.served import Served
 _LATE_S = 5.0
 _AFTERMATH_S = 2.0  # requests may still fail for this time after the service answers again
 _PAUSE_AFTER_ERROR_S = 0.2
-_MAX_GAPS = 50  # of each stream
+_MAX_TIMED_CHUNKS = 50  # of each stream
+_CANCELLED_SHARE = 0.5
+_SLOW_SHARE = 0.1  # of the other streams
 _POOLING_MODELS = {"embedding": "embed", "rerank": "rerank"}
 
 
@@ -116,7 +118,7 @@ class Results:
     def _take_times(self, reply: Reply) -> None:
         if reply.times:
             self.firsts_s.append(reply.times[0] - reply.started)
-            times = reply.times[:_MAX_GAPS]
+            times = reply.times[:_MAX_TIMED_CHUNKS]
             self.gaps_s += [later - sooner for sooner, later in itertools.pairwise(times)]
 
     def _take_failure(self, outcome: Outcome) -> None:
@@ -209,15 +211,15 @@ class Soak:
         injection.healed = time.monotonic()
 
     async def _user(self, stop: float) -> None:
-        """Send random requests until the time `stop`. Half of the requests are cancelled."""
+        """Send random requests until the time `stop`. Cancel some, and read some slowly."""
         rng = random.Random(self._rng.random())
         while time.monotonic() < stop:
             ask = rng.choice(self._asks)
             expected = self._expected[ask.key]
-            if rng.random() < 0.5:
-                ask = ask.cancelled(10 ** rng.uniform(-3.0, 0.0))
-            elif ask.is_stream and rng.random() < 0.1:
-                ask = ask.read_slowly(rng.uniform(0.02, 0.2))
+            if rng.random() < _CANCELLED_SHARE:
+                ask = ask.cancelled(after_s=10 ** rng.uniform(-3.0, 0.0))  # 1 ms to 1 s
+            elif ask.is_stream and rng.random() < _SLOW_SHARE:
+                ask = ask.read_slowly(pause_s=rng.uniform(0.02, 0.2))
             outcome = await self._asker.ask(ask, expected)
             self.results.take(outcome)
             if outcome.kind not in ("ok", "cancelled"):
@@ -268,7 +270,11 @@ def _unplanned(results: Results, watch: Watch) -> list[str]:
     for outage in watch.outages:
         if any(injection.meets(outage.began, outage.ended) for injection in results.injected):
             continue
-        others = [o for o in unexplained if not outage.explains(o.reply.started, o.reply.ended)]
+        others = [
+            outcome
+            for outcome in unexplained
+            if not outage.explains(outcome.reply.started, outcome.reply.ended)
+        ]
         num_failed = len(unexplained) - len(others)
         unexplained = others
         broken.append(

@@ -1,4 +1,4 @@
-"""The command lines of the programs in this package."""
+"""Functions for the command-line programs of this package."""
 
 import argparse
 import signal
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 class Option(NamedTuple):
     """An option of a command line.
 
-    The default shows which values the option takes: several values if it is a list, no value if it
-    is False, and otherwise one value. If it is None or an empty list, `value_type` is necessary for
-    values that are not texts.
+    The option takes several values if `default` is a list, no value if `default` is False, and
+    otherwise one value. The values have the type of the default value. If `default` is None or an
+    empty list, values that are not strings require `value_type`.
     """
 
     default: Any
@@ -29,8 +29,8 @@ def parse_command_line(
 
     Args:
         description: the beginning of the help text.
-        options: the name of each option, such as "--rounds", and its properties.
-        words: the command line; None for the command line of this process.
+        options: maps the name of each option, such as "--rounds", to the properties of the option.
+        words: the arguments of the program. If None, the arguments of this process are parsed.
     """
     argument_parser = parser(description)
     for name, option in options.items():
@@ -51,25 +51,28 @@ def parse_command_line(
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help text begins with `description`. Its line breaks are kept."""
+    """Return a parser whose help text begins with `description`, including its line breaks."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def check_word(parser: argparse.ArgumentParser, flag: str, word: str, names: Iterable[str]) -> None:
-    """End the program if no name contains the word. Otherwise, it would pass without a test."""
+    """Exit with an error if none of `names` contains `word`.
+
+    Without this check, a program with a misspelled word would run no test and succeed.
+    """
     if not any(word in name for name in names):
         parser.error(f"{flag}: no test has {word!r} in its name")
 
 
 def exit_on_sigterm() -> None:
-    """Let SIGTERM raise SystemExit, so that `with` and `finally` blocks stop other processes."""
+    """Make SIGTERM raise SystemExit, so that `with` and `finally` blocks stop child processes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def print_report(text: str, path: Path | None) -> None:
-    """Print a report. Also write the report to a file if `path` is given."""
+    """Print a report. If `path` is given, also write the report to this file."""
     print(text, flush=True)
     if path is not None:
         path.write_text(text + "\n")

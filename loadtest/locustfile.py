@@ -1,28 +1,29 @@
-"""The scenarios: users who chat, call tools, search, cancel, read slowly, or send bad requests.
+"""Scenarios: users who chat, call tools, search, cancel, read slowly, or send bad requests.
 
     nereid serve &
-    locust -f loadtest/locustfile.py --host http://127.0.0.1:9000            # with its web page
+    locust -f loadtest/locustfile.py --host http://127.0.0.1:9000            # with a web page
     locust -f loadtest/locustfile.py --host http://127.0.0.1:9000 --headless -u 11 -r 11 -t 2m
-    locust -f loadtest/locustfile.py SteadyChat Bursts --host ...            # only these
+    locust -f loadtest/locustfile.py SteadyChat Bursts --host ...            # only two scenarios
 
-Each class is one scenario. The method `asks` returns the requests, which are all sent at the same
-moment. The attribute `arrivals` defines when they are sent. Each user of a class sends requests at
-the rate of the class, so twice as many users (`-u`) mean twice the load. The option
+Each class is one scenario. The method `asks` returns requests that are all sent at the same moment.
+The attribute `arrivals` defines the times at which `asks` is called. Each user of a class sends
+requests at the rate of the class, so twice as many users (`-u`) mean twice the load. The option
 `--arrivals poisson --rate 2` replaces all arrival processes: each user sends 2 requests per second,
-independently of the answers. `--arrivals closed` sends each request after the previous answer.
+independently of the answers. With `--arrivals closed`, each user sends the next request after the
+answer to the previous request.
 
 Locust's tables contain one line for each scenario, and the lines `TTFT` (time to the first chunk
-with text) and `ITL` (mean time between two chunks of a stream). All requests are greedy, so each
+with text) and `ITL` (mean time between two chunks of a stream). Sampling is greedy, so each
 request has one correct answer: the first answer to the same request. The module load/check_reply.py
-lists the possible faults of an answer. `make loadtest` runs all scenarios on servers of its own.
+lists the possible faults of an answer. `make loadtest` starts servers and runs all scenarios.
 """
 
 import sys
 from pathlib import Path
 
-from locust import events  # noqa: F401 - locust comes first: it replaces sockets and threads by gevent's
+from locust import events  # noqa: F401 - imported first, because locust replaces sockets by gevent's
 
-# `locust -f` puts only this file's folder on the path.
+# `locust -f` adds only this file's folder to `sys.path`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from loadtest.client.traffic import WEATHER_TOOL, structured
@@ -53,41 +54,44 @@ class SteadyChat(LoadUser):
     arrivals = Poisson(2.0)
 
     def asks(self) -> list[Ask]:
-        """Return one chat."""
+        """Return one chat request."""
         if self.rng.random() < 1 / 3:
             return [chat_at_once(self.question(), self.options.max_tokens)]
         return [chat(self.question(), self.options.max_tokens, ignore_eos=True)]
 
 
 class Bursts(LoadUser):
-    """Twelve requests at once, every five seconds."""
+    """Twelve requests at the same moment, every five seconds."""
 
     arrivals = Constant(0.2)
 
     def asks(self) -> list[Ask]:
-        """Return twelve chats with different lengths."""
+        """Return twelve chat requests with random numbers of output tokens."""
         lengths = [self.rng.choice((8, 32, 64)) for _ in range(12)]
         return [chat(self.question(), length, ignore_eos=True) for length in lengths]
 
 
 class LongPrompts(LoadUser):
-    """Prompts of a thousand tokens with short answers."""
+    """Prompts of about a thousand tokens with short answers."""
 
     arrivals = Closed(1.0, 3.0)
 
     def asks(self) -> list[Ask]:
-        """Return one chat whose prompt starts with a random number, so that few share a prefix."""
+        """Return one chat request with a long prompt.
+
+        The prompt starts with a random digit, so that few prompts share a prefix.
+        """
         system = f"{self.rng.randrange(10)}. {_LONG}"
         return [chat(self.question(), 16, system=system, ignore_eos=True)]
 
 
 class SharedPrefixes(LoadUser):
-    """Questions after a long system prompt that all requests share."""
+    """Questions after a long system prompt that is the same in all requests."""
 
     arrivals = Poisson(1.5)
 
     def asks(self) -> list[Ask]:
-        """Return one chat."""
+        """Return one chat request."""
         return [chat(self.question(), 24, system=_GUIDE, ignore_eos=True)]
 
 
@@ -97,7 +101,7 @@ class Writers(LoadUser):
     arrivals = Poisson(1.5)
 
     def asks(self) -> list[Ask]:
-        """Return one completion."""
+        """Return one completion request for a random endpoint."""
         send = self.rng.choice((completion, generate_stream, grpc_text))
         return [send(self.question(), self.options.max_tokens, ignore_eos=True)]
 
@@ -108,17 +112,17 @@ class GrpcChat(LoadUser):
     arrivals = Poisson(2.0)
 
     def asks(self) -> list[Ask]:
-        """Return one chat."""
+        """Return one chat request."""
         return [grpc_chat(self.question(), self.options.max_tokens, ignore_eos=True)]
 
 
 class Agents(LoadUser):
-    """Required tool calls, and JSON that must match a schema. This scenario needs a model."""
+    """Required tool calls, and JSON that must match a schema. They need a real language model."""
 
     arrivals = Poisson(1.0)
 
     def asks(self) -> list[Ask]:
-        """Return a tool call and a chat with a schema, like two steps of an agent."""
+        """Return a request for a tool call and a request for JSON, like two steps of an agent."""
         weather = Question("What is the weather in Paris?")
         return [
             chat(weather, 96, tools=[WEATHER_TOOL], tool_choice="required"),
@@ -127,7 +131,7 @@ class Agents(LoadUser):
 
 
 class Searchers(LoadUser):
-    """Embeddings and reranking at the same time. This scenario needs both models."""
+    """Embeddings and reranking at the same time. They need an embedding model and a reranker."""
 
     arrivals = Constant(1.0)
 
@@ -147,7 +151,7 @@ class Fickle(LoadUser):
     cancel_share = 0.3
 
     def asks(self) -> list[Ask]:
-        """Return one chat, over HTTP or gRPC."""
+        """Return one chat request for a random protocol, HTTP or gRPC."""
         send = self.rng.choice((chat, grpc_chat))
         return [send(self.question(), 120, ignore_eos=True)]
 
@@ -158,7 +162,7 @@ class SlowReaders(LoadUser):
     arrivals = Closed(0.5, 1.5)
 
     def asks(self) -> list[Ask]:
-        """Return one chat over each protocol."""
+        """Return one chat request for HTTP and one for gRPC."""
         asks = [
             chat(self.question(), 80, ignore_eos=True),
             grpc_chat(self.question(), 60, ignore_eos=True),
@@ -172,7 +176,7 @@ class Mistaken(LoadUser):
     arrivals = Constant(2.0)
 
     def asks(self) -> list[Ask]:
-        """Return an invalid request and a valid one."""
+        """Return an invalid request and a valid request."""
         question = self.question()
         good = chat(question, 8, ignore_eos=True)
         everywhere = [good, chat_at_once(question, 8), completion(question, 8)]

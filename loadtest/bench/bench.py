@@ -6,16 +6,16 @@
     python -m loadtest.bench.bench --contestants nereid --decode 1 4 16 64 --context 32 512 2048
     python -m loadtest.bench.bench --shapes 0.6b --contestants "int4 compiled" "llama.cpp Q4_K_M"
 
-By default, the program compares five engines on the same random weights with the same number of
+By default, the program compares five engines with the same random weights and the same number of
 threads: Nereid, Nereid with compile_forward, `generate` of transformers (static batches),
 `generate_batch` of transformers (continuous batching), and llama.cpp. `make bench-peers` installs
-llama.cpp and OpenVINO. The contestants "int8 ..." and "int4 ..." are Nereid with weights of 8 or 4
-bits, an 8-bit KV cache, or both. "llama.cpp Q4_0" and similar names are llama.cpp with quantized
-weights, and "OpenVINO int4" and similar names are OpenVINO.
+llama.cpp and OpenVINO. The names "int8 ..." and "int4 ..." mean Nereid with weights of 8 or 4 bits,
+an 8-bit KV cache, or both. "llama.cpp Q4_0" and similar names mean llama.cpp with quantized
+weights, and "OpenVINO int4" and similar names mean OpenVINO.
 
-Each engine runs in a process of its own. The program also measures the limits of the machine, which
-are its memory bandwidth and its speed of matrix products. The engines take turns for several
-rounds, and the table shows medians, because other work on the machine varies over time.
+Each engine runs in a process of its own. The program also measures two limits of the machine: the
+memory bandwidth and the speed of matrix products. In each of several rounds, the engines run one
+after the other. The table shows the medians of the rounds, because the load of the machine varies.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from loadtest.peers.workload import Workload
 _DEFAULT_CONTESTANTS = ["nereid", "nereid compiled", "generate", "generate_batch", "llama.cpp"]
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-# The label of each row about memory, and the key of the number of bytes in a report.
+# Maps the label of each table row about memory to the key of the number of bytes in a report.
 _MEMORY_ROWS = {
     "peak memory, MiB": "peak_bytes",
     "weights, MiB": "weights_bytes",
@@ -65,7 +65,7 @@ _OPTIONS = {
 
 
 def main() -> None:
-    """Measure all shapes and contexts, and print Markdown."""
+    """Measure all model shapes and context lengths, and print Markdown tables."""
     args = parse_command_line(__doc__, _OPTIONS)
     torch.set_num_threads(args.threads)
     limits = measure_limits(getattr(torch, args.dtype))
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def introduction(args: argparse.Namespace, limits: MachineLimits) -> str:
-    """Return the lines above the tables. They describe the machine, its limits, and the tables."""
+    """Return the lines above the tables, which describe the machine, its limits and the tables."""
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     return (
         f"{today}, {processor_name()}, {args.threads} threads, {args.dtype}, "
@@ -96,8 +96,8 @@ def introduction(args: argparse.Namespace, limits: MachineLimits) -> str:
 def run_rounds(path: Path, shape: str, context: int, args: argparse.Namespace) -> dict[str, Report]:
     """Return the median results of each engine, or {"error": ...} for an engine that failed.
 
-    The checkpoint in the folder `path` has a shape of SHAPES. In the measurements of decode, each
-    prompt has `context` tokens.
+    `path` is the folder of the checkpoint, and `shape` is the key of its sizes in SHAPES. In the
+    measurements of decode, each prompt has `context` tokens.
     """
     workload = Workload(
         dtype=args.dtype,
@@ -122,7 +122,7 @@ def run_rounds(path: Path, shape: str, context: int, args: argparse.Namespace) -
 
 
 def median_report(reports: Sequence[Report]) -> Report:
-    """Return the median of each number, or the first report of an error.
+    """Return a report with the median of each number, or the first report of an error.
 
     All reports have the same keys. Example: `median_report([{"load_s": 1}, {"load_s": 3}])` returns
     `{"load_s": 2}`.
@@ -146,15 +146,15 @@ def comparison_table(
 ) -> str:
     """Return a Markdown table with one row for each measurement and one column for each engine.
 
-    Error messages of engines that failed are below the table.
+    The error messages of engines that failed are below the table.
     """
     rows = []
     for length in args.prefill:
         limit = limits.matmul_flops / (2 * num_parameters)
         rows.append(speed_row(f"prefill {length}", reports, "prefill", length, limit))
     for size in args.decode:
-        # Every step reads all weights once. The keys and values that a step also reads are not
-        # counted.
+        # Every step reads all weights once. The limit ignores the keys and values, which every step
+        # also reads.
         weights_bytes = num_parameters * _ITEM_BYTES[args.dtype]
         limit = limits.read_bytes_per_s / weights_bytes * size
         rows.append(speed_row(f"decode, batch {size}", reports, "decode", size, limit))
@@ -169,9 +169,10 @@ def speed_row(
 ) -> list[str]:
     """Return a row with the tokens/s of each engine.
 
-    The last two cells contain the speed of the fastest Nereid engine, divided by the speed of the
-    fastest other engine and by `limit`, the speed at which the machine could do the same work.
-    `kind` is "prefill" or "decode", and `size` is the length of the prompt or the batch size.
+    The last two cells contain two ratios. The first ratio is the speed of the fastest Nereid engine
+    divided by the speed of the fastest other engine. The second ratio is the speed of the fastest
+    Nereid engine divided by `limit`, the highest speed in tokens/s that the machine allows. `kind`
+    is "prefill" or "decode", and `size` is the length of the prompt or the batch size.
     """
     speeds = {name: report.get(kind, {}).get(str(size), 0.0) for name, report in reports.items()}
     nereid = max((speeds[name] for name in speeds if is_nereid(name)), default=0.0)
@@ -183,7 +184,7 @@ def speed_row(
 
 
 def memory_row(label: str, reports: Mapping[str, Report], key: str) -> list[str]:
-    """Return a row with the MiB of memory that the value `key` of each report contains."""
+    """Return a row with the value `key` of each report, converted from bytes to MiB."""
     sizes = [report.get(key) for report in reports.values()]
     cells = ["-" if size is None else f"{size / 2**20:.1f}" for size in sizes]
     return [label, *cells, "", ""]

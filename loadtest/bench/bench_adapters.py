@@ -4,9 +4,10 @@
     python -m loadtest.bench.bench_adapters --models demo/chat --compile  # a checkpoint
 
 The program writes random adapters for all linear layers except the output layer. In each round, it
-measures a batch without adapters, and then the same batch whose requests take turns with the
-adapters. Only steps in which every request generates a token are measured. The table shows the
-tokens for each second of CPU time, and the median and the range of the loss over all rounds.
+measures a batch without adapters, and then a batch whose requests use the adapters in turn. Only
+steps in which every request generates a token are measured. The table shows the tokens per second
+of CPU time without and with adapters. The column "loss" is the share of this speed that is lost
+with adapters: the median of all rounds. The last column is the range of the loss over all rounds.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from loadtest.bench.random_models import SHAPES, make_checkpoint
 from loadtest.bench.random_prompts import random_prompt
 from loadtest.command_line import Option, parse_command_line
 
-# The standard deviation of the weights of adapters.
+# The standard deviation of the random weights of adapters.
 _WEIGHT_DEVIATION = 0.02
 
 _OPTIONS = {
@@ -50,7 +51,7 @@ _OPTIONS = {
 
 
 class Speeds(NamedTuple):
-    """The tokens per second of CPU time without adapters and with adapters, in one round."""
+    """The speeds of one round in tokens per second of CPU time, without and with adapters."""
 
     plain: float
     adapted: float
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def measure_model(model: Path, args: argparse.Namespace) -> list[str]:
-    """Return the row of the table for one model."""
+    """Measure one model, and return its row of the table."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="nereid-adapters-") as folder:
         engine = open_engine(model, Path(folder), args)
@@ -83,7 +84,7 @@ def measure_model(model: Path, args: argparse.Namespace) -> list[str]:
             plain = decode_speed(engine, rng, [""], args)
             speeds.append(Speeds(plain, decode_speed(engine, rng, engine.lora_names, args)))
         engine.close()
-    del speeds[0]  # The first round includes work that happens once.
+    del speeds[0]  # The first round is slower, because it includes work that is done only once.
     losses = [1 - speed.adapted / speed.plain for speed in speeds]
     return [
         model.name,
@@ -133,9 +134,10 @@ def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> None:
 def decode_speed(
     engine: Engine, rng: random.Random, adapters: list[str], args: argparse.Namespace
 ) -> float:
-    """Measure decode steps that contain all requests. Return the tokens per second of CPU time.
+    """Answer a batch of requests. Return the tokens per second of CPU time.
 
-    The requests use the adapters in turn. The name "" means no adapter.
+    Only steps in which every request gets a token are counted. The requests use `adapters` in turn.
+    The name "" means no adapter.
     """
     for number, adapter in zip(range(args.batch), itertools.cycle(adapters), strict=False):
         params = SamplingParams(
@@ -148,7 +150,7 @@ def decode_speed(
         for step in timed_steps(engine, time.process_time)
         if len(step.updates) == args.batch
     ]
-    del full_steps[0]  # The first step computes prompts.
+    del full_steps[0]  # The first of these steps also computes prompts.
     return float(args.batch * len(full_steps) / sum(full_steps))
 
 

@@ -1,17 +1,18 @@
-"""Measure attention on this CPU: the native kernels, the torch reference and the int8 cache.
+"""Measure the speed of attention on a CPU: native kernels, torch reference and 8-bit KV cache.
 
     python -m loadtest.bench.bench_attention --batch 1 16 --contexts 545 8192 --threads 1 2
     python -m loadtest.bench.bench_attention --texts 32 128 512 2048
 
 The first command measures decode steps with float32 and bfloat16. The table shows the milliseconds
 of one layer, the rate at which the kernel reads keys and values, and the share of the machine's
-memory bandwidth that this rate reaches. The bandwidth is measured in the same run. The last columns
-show the time of a cache of 8-bit integers for a model of that dtype, and how many times faster that
-cache is.
+memory bandwidth that this rate reaches. The bandwidth is measured in the same run. The last two
+columns show the time of a layer whose KV cache contains 8-bit integers, and how many times faster
+this layer is than the layer whose KV cache has the model's dtype.
 
-The second command measures the attention of packed texts, as an embedding model computes it. The
-table compares the kernel for the best instruction set of this processor with torch's fused
-attention, and with the kernel for AVX-512 BF16 if the processor supports a better instruction set.
+The second command measures the attention of several texts in one tensor without padding, as an
+embedding model computes it. The table compares the kernel for the best instruction set of this
+processor with torch's fused attention, and with the kernel for AVX-512 BF16 if the processor
+supports a better instruction set.
 """
 
 import argparse
@@ -45,13 +46,13 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 4, 64
 LAYER = LayerSpec(NUM_HEADS, NUM_KV_HEADS, key_dim=HEAD_DIM, value_dim=HEAD_DIM)
 BLOCK_SIZE = 16
 DTYPES = (torch.float32, torch.bfloat16)
-# The number of tokens of all texts together.
+# The total number of tokens of all texts.
 NUM_TEXT_TOKENS = 4096
-# The instruction set with which the kernel of the best instruction set is compared.
+# The kernel for the best instruction set is compared with the kernel for this instruction set.
 OTHER_INSTRUCTION_SET = "avx512_bf16"
 # The keys and values of all layers together have at least this number of bytes, so that the
-# processor's cache cannot contain them. The number is twice the part of the last-level cache that
-# belongs to two cores of a large processor.
+# processor's cache cannot contain them. The number is twice the share of the last-level cache that
+# two cores of a large processor have.
 FAR_BYTES = 2**26
 
 _OPTIONS = {
@@ -77,7 +78,7 @@ class DecodeShape:
         return math.ceil(self.context / BLOCK_SIZE)
 
     def cache_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of all keys and values of one layer."""
+        """Return the bytes of one layer's keys and values, if a number has `item_bytes` bytes."""
         return LAYER.bytes_per_token(item_bytes) * self.num_seqs * self.context
 
 
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def median_seconds(work: Callable[[], object], repeat: int) -> float:
-    """Return the median wall time of a call in seconds, after one call that is not measured."""
+    """Call `work` once without measuring, and then `repeat` times. Return the median seconds."""
     work()
     return statistics.median(call_times(work, repeat))
 
@@ -121,7 +122,7 @@ def print_decode_table(args: argparse.Namespace) -> None:
 
 
 def decode_row(shape: DecodeShape, bandwidth: float, repeat: int) -> list[str]:
-    """Measure a layer with three caches, and return its row of the table.
+    """Measure a layer with each of three KV caches, and return the row of the table.
 
     `bandwidth` is the memory bandwidth in bytes/s.
     """
@@ -147,8 +148,8 @@ def decode_row(shape: DecodeShape, bandwidth: float, repeat: int) -> list[str]:
 def layer_seconds(cache_type: type[KVCache], shape: DecodeShape, repeat: int) -> float:
     """Return the median wall time of one layer of a decode step, in seconds.
 
-    There are so many layers that their keys and values exceed the processor's cache. Each layer
-    must then read its keys and values from memory, as in a real model.
+    The step has so many layers that their keys and values do not fit into the processor's cache.
+    Each layer must then read its keys and values from memory, as in a real model.
     """
     num_layers = math.ceil(FAR_BYTES / shape.cache_bytes(item_bytes=1))
     cache = random_cache(cache_type, shape, num_layers)
@@ -190,7 +191,7 @@ def decode_batch(shape: DecodeShape, null_block: int) -> StepBatch:
         block_size=BLOCK_SIZE,
         null_block=null_block,
     )
-    # The blocks of a sequence are in random places, as after many requests.
+    # The blocks of a sequence are at random positions in the KV cache, as after many requests.
     num_blocks = shape.blocks_per_sequence
     blocks = torch.randperm(shape.num_seqs * num_blocks).tolist()
     chunks = []
@@ -242,7 +243,7 @@ def text_functions(
     The first function calls the kernel, and the second function calls torch's fused attention.
     """
     num_texts = max(1, NUM_TEXT_TOKENS // length)
-    # The heads of a token are neighbours in memory, as after a linear layer.
+    # The heads of a token are adjacent in memory, as in the output of a linear layer.
     query, key, value = (
         torch.randn(num_texts * length, NUM_HEADS, HEAD_DIM).to(dtype).transpose(0, 1)
         for _ in range(3)

@@ -1,15 +1,17 @@
-"""Measure how the time of a prompt and of a token depends on the length of the context.
+"""Measure how the time to compute a prompt or one token depends on the length of the context.
 
     python -m loadtest.bench.bench_context
     python -m loadtest.bench.bench_context --lengths 4096 16384 65536
 
 The model is a small Llama with random weights, so that attention takes most of the time of a long
-prompt. While the long prompt is computed, another request generates tokens. It must get a token in
-each step, so that a prompt delays it by at most one chunk. Times are CPU times of the process.
+prompt. While the long prompt is computed, another request generates tokens. The other request
+should get a token in each step, so that a prompt delays this request by at most one chunk. Times
+are CPU times of the process.
 
 Theory: a prompt of n tokens takes a * n + b * n * n seconds, a token after n tokens takes c + d * n
-seconds, and the KV cache of a sequence grows with n. The last columns of the table compare each
-measurement with these laws, which are fitted to the shortest and to the longest prompt.
+seconds, and the KV cache of a sequence grows with n. The last two columns of the table show the
+measured times divided by the times of these formulas. The coefficients a, b, c and d are fitted to
+the shortest and to the longest prompt.
 """
 
 import random
@@ -32,9 +34,9 @@ from loadtest.command_line import Option, parse_command_line
 
 _VOCAB_SIZE = 512
 _NUM_LATER_TOKENS = 32
-# The tokens for which the KV cache and the positions have space besides the prompt.
+# The difference between the maximum length of a sequence and the longest prompt, in tokens.
 _SPARE_TOKENS = 512
-# The names of the request with the long prompt, and of the request that generates tokens meanwhile.
+# The ids of the request with the long prompt, and of the request that generates tokens meanwhile.
 _LONG, _OTHER = "long", "other"
 
 _OPTIONS = {
@@ -53,7 +55,7 @@ class Measurement:
     chunk_s: float  # the time of the longest of these steps
     decode_s: float  # the mean time of each later token
     num_blocks: int  # the blocks that the prompt uses
-    num_missed: int  # the steps of the prompt in which the other request got no token
+    num_missed: int  # the steps that computed the prompt without a token for the other request
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), args.layers, max_length)
         engine = open_engine(folder, max_length, args.threads)
-        measure(engine, 1024)  # The first prompt loads code.
+        measure(engine, 1024)  # The first prompt loads code, so its result is ignored.
         for length in sorted(args.lengths):
             measurements.append(measure(engine, length))
             print(measurements[-1], file=sys.stderr)
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def save_model(folder: Path, num_layers: int, max_length: int) -> None:
-    """Save a Llama with random weights, 4 query heads and 2 key-value heads of 32 dimensions."""
+    """Save a Llama with random weights, 4 query heads and 2 key-value heads of dimension 32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=_VOCAB_SIZE,
@@ -91,7 +93,7 @@ def save_model(folder: Path, num_layers: int, max_length: int) -> None:
 
 
 def open_engine(folder: str, max_length: int, num_threads: int) -> Engine:
-    """Return an engine for two sequences, with a KV cache that is large enough for both."""
+    """Return an engine for two sequences, whose KV cache is large enough for both sequences."""
     config = EngineConfig(
         folder,
         dtype="float32",
@@ -107,7 +109,10 @@ def open_engine(folder: str, max_length: int, num_threads: int) -> Engine:
 
 
 def measure(engine: Engine, length: int) -> Measurement:
-    """Compute a prompt and some tokens after it, while another request generates tokens."""
+    """Measure a prompt of `length` tokens, and some generated tokens after this prompt.
+
+    While the prompt is computed, another request generates tokens.
+    """
     prompt = random_prompt(random.Random(length), _VOCAB_SIZE, length)
     other = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
     engine.add_request(_OTHER, prompt[:16], other)
@@ -135,7 +140,7 @@ def measure(engine: Engine, length: int) -> Measurement:
 
 
 def report(measurements: Sequence[Measurement], block_bytes: float) -> str:
-    """Return a table with the measurements and their ratios to the theory."""
+    """Return a table with the measurements, and the ratios of measured times to the theory."""
     lengths = [one.num_tokens for one in measurements]
     prefill_law = fitted_line(lengths, [one.prefill_s / one.num_tokens for one in measurements])
     decode_law = fitted_line(lengths, [one.decode_s for one in measurements])
@@ -158,7 +163,7 @@ def report(measurements: Sequence[Measurement], block_bytes: float) -> str:
 
 
 def fitted_line(x: Sequence[float], y: Sequence[float]) -> Callable[[float], float]:
-    """Return the function whose graph is the line through the first and the last point."""
+    """Return the linear function through the first and the last of the points (`x`, `y`)."""
     slope = (y[-1] - y[0]) / (x[-1] - x[0]) if x[-1] != x[0] else 0.0
     return lambda value: y[0] + slope * (value - x[0])
 

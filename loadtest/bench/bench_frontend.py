@@ -2,9 +2,9 @@
 
     python -m loadtest.bench.bench_frontend
 
-A gRPC server in another process sends the same response to each stream every few milliseconds. The
-layers are measured one after the other, each with the layers below it. The CPU time includes the
-threads of gRPC.
+A gRPC server in another process sends the same response on each stream every few milliseconds. The
+layers are measured one after the other. The CPU time of a layer includes the layers below it and
+the threads of gRPC.
 """
 
 import argparse
@@ -48,12 +48,12 @@ _OPTIONS = {
     "--rounds": Option(5, "number of rounds, of which the median counts"),
 }
 
-# Reads one stream. The argument is the number of the stream.
+# A function that reads one stream. The argument is the number of the stream.
 ReadStream = Callable[[int], Awaitable[None]]
 
 
 class Layer(NamedTuple):
-    """A layer of the frontend, which includes the layers below it."""
+    """A layer of the frontend, together with the layers below it."""
 
     name: str
     read: ReadStream
@@ -88,13 +88,13 @@ class Replay(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _delta_response(delta: Mapping[str, object]) -> Any:  # noqa: ANN401 - a protobuf message
-    """Return a response with one delta. Its length precedes it, as in each tensor of texts."""
+    """Return a response with one delta. As in every BYTES tensor, the length precedes the text."""
     content = json.dumps(delta).encode()
     return _response("delta", len(content).to_bytes(4, "little") + content)
 
 
 def _response(name: str, raw: bytes) -> Any:  # noqa: ANN401 - a protobuf message
-    """Return a response of the Triton server with one tensor of one element."""
+    """Return a response of the Triton server with one tensor, whose content is `raw`."""
     response = service_pb2.ModelStreamInferResponse()
     response.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
     response.infer_response.raw_output_contents.append(raw)
@@ -159,7 +159,7 @@ def _layers_in_process(url: str) -> list[Layer]:
 
 @asynccontextmanager
 async def _whole_frontend(url: str) -> AsyncIterator[Layer]:
-    """Run the frontend in a process of its own, and yield it as the last layer."""
+    """Run the frontend in a process of its own, and yield the whole frontend as a layer."""
     (port,) = free_ports(1)
     options = ["--port", str(port), "--grpc-url", url, "--log-level", "error"]
     frontend = subprocess.Popen([sys.executable, "-m", "nereid_client", *options])
@@ -184,7 +184,7 @@ async def _whole_frontend(url: str) -> AsyncIterator[Layer]:
 
 
 async def _wait_until_readable(read: ReadStream) -> None:
-    """Wait up to 20 seconds until a process accepts connections."""
+    """Wait up to 20 seconds until `read` succeeds, because the frontend accepts connections."""
     for _ in range(200):
         with contextlib.suppress(OSError):
             await read(0)
@@ -194,7 +194,7 @@ async def _wait_until_readable(read: ReadStream) -> None:
 
 
 async def _measure(layer: Layer, num_streams: int) -> float:
-    """Read several streams at the same time, and return the CPU time in seconds."""
+    """Read several streams at the same time, and return the used CPU time in seconds."""
     before = layer.cpu_s()
     await asyncio.gather(*(layer.read(number) for number in range(num_streams)))
     return layer.cpu_s() - before

@@ -61,7 +61,7 @@ def tools(count: int, name_suffix: str = "") -> list[dict[str, object]]:
 
 
 def tool_tag(count: int, name_suffix: str = "") -> str:
-    """Return the structural tag that forces a call of one of `count` tools, as JSON."""
+    """Return a structural tag as JSON. The tag forces a call of one of `count` tools."""
     tag = get_format("hermes").structural_tag(tools(count, name_suffix), "required")
     return json.dumps(tag)
 
@@ -83,7 +83,7 @@ class Rates(NamedTuple):
 
 
 def measure_rates(engine: Engine) -> list[Rates]:
-    """Measure pairs of runs with and without a schema."""
+    """Measure pairs of runs: the first run of a pair has a schema, and the second has none."""
     # The array cannot end before max_tokens, so both runs generate the same number of tokens.
     spec = schema_spec({"type": "array", "items": SCHEMA, "minItems": 100}, is_strict=True)
     constrained = SamplingParams(temperature=1.0, seed=1, max_tokens=64, grammar=spec)
@@ -92,7 +92,7 @@ def measure_rates(engine: Engine) -> list[Rates]:
         Rates(batch_rate(engine, constrained), batch_rate(engine, free))
         for _ in range(1 + _NUM_PAIRS)
     ]
-    return rates[1:]  # The first pair loads code and compiles the grammar.
+    return rates[1:]  # The first pair is ignored, because it loads code and compiles the grammar.
 
 
 def print_throughput(rates: Sequence[Rates]) -> None:
@@ -111,7 +111,7 @@ def print_throughput(rates: Sequence[Rates]) -> None:
 def batch_rate(engine: Engine, params: SamplingParams) -> float:
     """Answer a batch of requests, and return the tokens per second of CPU time.
 
-    The CPU time is that of all threads, because other work on the machine affects it little.
+    The CPU time is the sum over all threads. Other work on the machine affects CPU time little.
     """
     for number in range(_BATCH_SIZE):
         engine.add_request(str(number), _PROMPT, params)

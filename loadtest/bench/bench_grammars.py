@@ -1,4 +1,4 @@
-"""Measure the cost of grammars: compile times, mask times, and tokens per second of the engine.
+"""Measure the cost of grammars: the time to compile and to fill masks, and the engine's speed.
 
     python -m loadtest.bench.bench_grammars [--model demo/chat] [--parts compile engine]
 
@@ -28,7 +28,7 @@ from loadtest.bench.timing import call_times, seconds_of
 from loadtest.command_line import Option, parse_command_line
 
 DEMO = Path(__file__).parents[2] / "demo" / "chat"
-# The size of the random vocabulary.
+# The number of tokens in the random vocabulary.
 LARGE = 151_646
 BATCH_SIZE = 64
 _NUM_WALKED_TOKENS = 60
@@ -86,7 +86,7 @@ def backends(vocabulary: Vocabulary) -> dict[str, GrammarBackend]:
 class Case(NamedTuple):
     """A grammar that is measured with one grammar library."""
 
-    name: str  # in the table
+    name: str  # the label in the table
     library: str
     kind: str  # such as "json_schema"
     source: str
@@ -117,7 +117,10 @@ def cases() -> Iterator[Case]:
 def both_libraries(
     name: str, kind: str, source: str, node: Mapping[str, object]
 ) -> tuple[Case, Case]:
-    """Return the cases of a grammar. xgrammar gets the grammar as a node of a structural tag."""
+    """Return a case with xgrammar and a case with llguidance for the same grammar.
+
+    xgrammar gets the grammar as the node `node` of a structural tag, and llguidance gets `source`.
+    """
     tag = json.dumps({"type": "structural_tag", "format": node})
     return (
         Case(name, "xgrammar", "structural_tag", tag),
@@ -155,7 +158,10 @@ def compile_row(
 
 
 def walk(compiled: Compiled, vocabulary: Vocabulary, rng: random.Random) -> Iterator[float]:
-    """Accept up to 60 random tokens that the grammar allows. Yield the seconds of each mask."""
+    """Accept up to 60 random tokens that the grammar allows.
+
+    Before each token, yield the time in seconds that filling the mask takes.
+    """
     matcher = compiled.matcher()
     mask = empty_masks(1, vocabulary.size)[0]
     for _ in range(_NUM_WALKED_TOKENS):

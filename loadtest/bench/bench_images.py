@@ -2,14 +2,14 @@
 
     python -m loadtest.bench.bench_images [--model PATH] [--concurrency 8] [--rounds 3]
 
-Each request is a streaming chat completion with a fixed number of tokens. Three workloads take
-turns: texts, texts with a new image each, and texts with one known image. The image encoder runs
-only for new images. The text is padded with random words, so that all three workloads have prompts
-of about the same number of tokens.
+Each request is a streaming chat completion with a fixed number of tokens. Three workloads are
+measured one after the other: messages with text only, messages with a text and a new image, and
+messages with a text and the same image. The image encoder runs only for new images. Messages
+without an image have a longer text, so that all prompts have about the same number of tokens.
 
-The program then measures texts beside another workload: half of the running requests are texts, and
-the other half are texts, too, or chats with new images. The ratio of the tokens/s of the first half
-is the effect of images on other requests.
+The program then measures the effect of images on other requests. Half of the running requests are
+measured and have text only. The other half have text only, too, or a new image. The effect is the
+ratio of the tokens/s of the measured half in these two cases.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _REQUESTS_PER_STREAM = 4
 
 Message = dict[str, Any]
 MakeMessage = Callable[[], Message]
-# The speed in each round, by the name of the workload.
+# Maps the name of a workload to the speed in each round.
 Speeds = Mapping[str, list[Speed]]
 
 _OPTIONS = {
@@ -50,9 +50,10 @@ _OPTIONS = {
 
 
 class Workloads:
-    """Makes messages. Each message is new, so the prefix cache does not contain its text.
+    """Makes the messages of the three workloads.
 
-    The texts beside images are shorter by about as many tokens as an image has.
+    Each message has a new random text, which the prefix cache does not contain. The text of a
+    message with an image is shorter by about as many tokens as an image has.
     """
 
     def __init__(self, seed: int) -> None:
@@ -68,7 +69,7 @@ class Workloads:
         return self._message_with(self._image_part())
 
     def known_image(self) -> Message:
-        """Return a message with the image that all these messages contain."""
+        """Return a message with an image that is the same in all calls of this method."""
         return self._message_with(self._known_image)
 
     def _message_with(self, image_part: Message) -> Message:
@@ -103,14 +104,14 @@ class Client:
         self._num_tokens = num_tokens
 
     async def run(self, make: MakeMessage, num_requests: int, concurrency: int) -> Speed:
-        """Send requests, at most `concurrency` at a time, and return their speed."""
+        """Send `num_requests` requests, at most `concurrency` at a time, and return their speed."""
         asks = [partial(self._ask, make()) for _ in range(num_requests)]
         return await run_streams(asks, concurrency)
 
     async def run_beside(
         self, make_other: MakeMessage, make: MakeMessage, concurrency: int
     ) -> Speed:
-        """Return the speed of a workload, while as many other requests run.
+        """Measure the speed of requests while the same number of other requests runs.
 
         Args:
             make_other: makes a message of the other requests, which are not measured.
@@ -139,8 +140,9 @@ async def measure(client: Client, concurrency: int, num_rounds: int) -> tuple[Sp
     """Measure all workloads.
 
     Returns:
-        The speed of each workload in each round, and the speed of texts by the kind of the requests
-        that run at the same time. Half of these requests are the texts.
+        The speeds of each workload alone, and the speeds of text-only requests while other requests
+        run. The second mapping has a key for each kind of other requests: "none", "text" and "text
+        and a new image".
     """
     workloads = Workloads(seed=0)
     makers = {
@@ -151,7 +153,8 @@ async def measure(client: Client, concurrency: int, num_rounds: int) -> tuple[Sp
     half = max(1, concurrency // 2)
     single, beside = defaultdict(list), defaultdict(list)
     for make in makers.values():
-        await client.run(make, concurrency, concurrency)  # The first requests load code.
+        # The first requests load code, so their speed is ignored.
+        await client.run(make, concurrency, concurrency)
     for _ in range(num_rounds):
         for name, make in makers.items():
             speed = await client.run(make, _REQUESTS_PER_STREAM * concurrency, concurrency)
@@ -178,7 +181,7 @@ def main() -> None:
 def _table(head: str, speeds: Speeds) -> str:
     """Return a table with the medians of the rounds.
 
-    The ratio compares the tokens/s of each round with those of "text" in the same round.
+    The ratio of a round is the tokens/s divided by the tokens/s of "text" in the same round.
     """
     rows = []
     for name, rounds in speeds.items():

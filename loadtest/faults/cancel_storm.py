@@ -55,7 +55,7 @@ from loadtest.faults.traffic_report import (
 from loadtest.server.served import ALONE, Served
 
 _CANCELLED_SHARE = 0.5
-_CANCELLED_BY_EVENTS_SHARE = 0.3  # of the cancelled streams
+_CANCELLED_BY_EVENTS_SHARE = 0.3  # the share of the cancelled streams
 _FIRST_GUESS_S = 0.3
 _SMOOTHING = 0.9
 _RECOVERY_LIMIT_S = 60.0
@@ -63,7 +63,7 @@ _PAUSE_AFTER_ERROR_S = 0.2
 
 
 class Storm:
-    """One run on one server.
+    """A test of one server with many cancelled requests.
 
     Attributes:
         counts: the number of requests for each endpoint, kind of request and outcome.
@@ -106,7 +106,7 @@ class Storm:
             await self._asker.close()
 
     async def _user(self) -> None:
-        """Send random requests until all users together have sent the requests of this part."""
+        """Send random requests until all users together have sent `_num_left` requests."""
         rng = random.Random(self._rng.random())
         while self._num_left > 0:
             self._num_left -= 1
@@ -176,7 +176,7 @@ class Storm:
                 )
 
     async def _answer_alone(self, ask: Ask, when: str) -> str:
-        """Send a request, and compare the answer with an earlier one. Return the earlier answer."""
+        """Send a request, and check the answer. Return the expected answer."""
         outcome = await self._asker.ask(ask)
         request = f"{when}: {endpoint_of(ask)}, {ask.kind}"
         if outcome.kind != "ok":

@@ -78,7 +78,7 @@ class EngineFault(Fault):
             _limit_memory(processes.roles(served)["engine"], resource.RLIM_INFINITY)
         try:
             self._order_file(served).unlink()
-        except FileNotFoundError:  # the process deletes the order with its last failure
+        except FileNotFoundError:  # the process has deleted the order after the last failure
             return True
         return self.order.startswith("nan")  # only this order stays until it is deleted
 
@@ -189,7 +189,7 @@ async def measure_one(
 
 @contextlib.contextmanager
 def serve() -> Iterator[Served]:
-    """Start a server of the demo models. Orders can make its forward passes fail."""
+    """Start a server of the demo models. The orders of `EngineFault` can make forward passes fail."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, (_FAULTY, os.environ.get("PYTHONPATH")))),
@@ -216,7 +216,10 @@ async def _measure_all(served: Served, chosen: Sequence[EngineFault]) -> list[Ro
 
 
 def run_faults(only: str) -> Section:
-    """Inject each fault whose name contains `only`. The section is broken if a row is broken."""
+    """Inject each fault whose name contains `only`, and return the table of the results.
+
+    The section is marked as broken if a fault violates a limit.
+    """
     chosen = [fault for fault in faults() if only in fault.name]
     if not chosen:
         return Section("", is_broken=False)

@@ -87,7 +87,7 @@ def run_disks(only: str) -> Section:
 
 
 def _tests() -> dict[str, Callable[[], Result]]:
-    """Return the function of each test."""
+    """Return the function of each test by the name of the test."""
     tests = {f"full from the start: {case.name}": partial(_start_full, case) for case in _CASES}
     return {
         **tests,
@@ -110,7 +110,7 @@ def _start_with_full_shared_memory() -> Result:
 
 
 def _serve(environment: Mapping[str, str], flags: list[str]) -> Result:
-    """Start a server, and send one request of each kind."""
+    """Start a server, and send a chat and an embedding request."""
     started = time.monotonic()
     try:
         with Served(None, environment, [*_FLAGS, *flags]) as served:

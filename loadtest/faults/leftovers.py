@@ -65,7 +65,7 @@ class IdleChecks:
         return [f"{when}: {description}" for description in broken]
 
     async def _wait_until_idle(self) -> list[str]:
-        """Wait until no request is in use. Describe the use after a limit, and zombie processes."""
+        """Wait until the server is idle. Describe a server that stays busy, and zombie processes."""
         started = time.monotonic()
         await asyncio.sleep(_PUBLISHED_S)
         broken = []
@@ -79,7 +79,7 @@ class IdleChecks:
         return broken + [f"{name} is a zombie process" for name in zombies]
 
     async def _measure_growth(self) -> list[str]:
-        """Measure the processes repeatedly until none has grown. Describe the growth after a limit.
+        """Measure the processes until none has grown. After a time limit, describe their growth.
 
         The server needs a moment to notice that its clients have closed their connections.
         """

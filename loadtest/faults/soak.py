@@ -46,9 +46,9 @@ from loadtest.server.served import Served
 _LATE_S = 5.0
 _AFTERMATH_S = 2.0  # requests may still fail for this time after the service answers again
 _PAUSE_AFTER_ERROR_S = 0.2
-_MAX_TIMED_CHUNKS = 50  # of each stream
+_MAX_TIMED_CHUNKS = 50  # only the first chunks of each stream are measured
 _CANCELLED_SHARE = 0.5
-_SLOW_SHARE = 0.1  # of the other streams
+_SLOW_SHARE = 0.1  # the share of the other streams
 _POOLING_MODELS = {"embedding": "embed", "rerank": "rerank"}
 
 
@@ -116,6 +116,7 @@ class Results:
             self._take_failure(outcome)
 
     def _take_times(self, reply: Reply) -> None:
+        """Add the times between the first chunks of a stream."""
         if reply.times:
             self.firsts_s.append(reply.times[0] - reply.started)
             times = reply.times[:_MAX_TIMED_CHUNKS]
@@ -156,7 +157,7 @@ class Soak:
     async def run(self, minutes: float, faults: Sequence[Fault], every_s: float) -> None:
         """Send traffic, inject a fault every `every_s` seconds, and check the idle server.
 
-        The faults are injected in turn. If there are none, all rounds consist of traffic only.
+        The faults are injected in turn. If there are no faults, all rounds consist of traffic only.
         """
         await self._learn()
         end = time.monotonic() + minutes * 60

@@ -94,7 +94,7 @@ def make_attacks(
     limit_s: float = _DEFAULT_LIMIT_S,
     own_answers: OwnAnswers = (),
 ) -> Iterator[Attack]:
-    """Yield one attack for each name in `sends`. The attributes that are given apply to all."""
+    """Yield one attack for each name in `sends`. All attacks have the same other attributes."""
     for name, send in sends.items():
         yield Attack(kind, name, send, allowed=allowed, limit_s=limit_s, own_answers=own_answers)
 

@@ -29,7 +29,7 @@ _VALUES = (
 )
 # Without max_tokens, an answer ends at one of these letters.
 _STOP = list("aeiou")
-_LIMIT_S = 60.0  # for all values of a field together
+_LIMIT_S = 60.0  # the limit for all values of a field together
 _ROUTES: Mapping[str, tuple[type[RequestBody], dict[str, object]]] = {
     CHATS: (ChatCompletionRequest, chat(stop=_STOP)),
     COMPLETIONS: (CompletionRequest, {"prompt": "hi", "max_tokens": 2, "stop": _STOP}),

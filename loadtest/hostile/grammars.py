@@ -304,7 +304,7 @@ def _nested_sequence(depth: int) -> object:
 
 
 def _fields() -> Iterator[Attack]:
-    """Yield attacks with a grammar in each field that accepts grammars, and on the other routes."""
+    """Yield requests with a hostile grammar in each field that accepts a grammar."""
     fields: dict[str, object] = {
         "regex": _BOMB,
         "ebnf": 'root ::= (("a"{1,999}){1,999}){1,999}',

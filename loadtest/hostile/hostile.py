@@ -92,7 +92,7 @@ def run(attacks: Sequence[Attack]) -> tuple[str, bool]:
         with MemoryWatch(served) as memory, Neighbour(port, _NEIGHBOUR) as neighbour:
             started = time.monotonic()
             results = _run_together(attacks, target, limits)
-            time.sleep(1)  # an attack may still have an effect
+            time.sleep(1)  # the neighbour may still notice an effect of the last attacks
         gone = processes.replaced(before, served)
         log = served.output + served.server_log
     text, has_passed = report(Run(results, neighbour, memory, gone, visits, started, limits))
@@ -133,7 +133,7 @@ def serve() -> Iterator[Served]:
         keys.write_text(_KEYS)
         environment = {**_SETTINGS, "NEREID_API_KEY_FILE": str(keys)}
         served = Served(environment=environment, arguments=["--log-level=warning"])
-        with limited_memory(_MEMORY_LIMIT):  # the processes keep the limit
+        with limited_memory(_MEMORY_LIMIT):  # processes keep the limit with which they start
             stack.enter_context(served)
         yield served
 

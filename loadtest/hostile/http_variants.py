@@ -12,7 +12,7 @@ from loadtest.hostile.attack import Attack, Outcome, Send, Target, make_attacks
 from loadtest.hostile.requests import CHATS, chat, connect, post, raw, read_raw, with_key
 from loadtest.hostile.wire import BODY, CLOSES, LENGTH, head, not_smuggled, request
 
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # for SO_LINGER: on, and no time to send the rest
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER is on, with a timeout of 0
 
 
 def attacks() -> Iterator[Attack]:

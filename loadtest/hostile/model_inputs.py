@@ -23,7 +23,7 @@ Change = Callable[[Any], object]
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks of this module."""
-    contents = {  # the number of elements of each input, and the seed of the elements
+    contents = {  # name -> number of elements of each input, seed of the elements
         "one element": (1, 0),
         "no elements": (0, 0),
         "1,000 elements": (1000, 0),
@@ -102,7 +102,7 @@ def _add_new(request: Any, tensor: Tensor) -> None:  # noqa: ANN401 - untyped li
 
 
 def _small_request(model: str) -> Any:  # noqa: ANN401 - untyped library
-    """Return a request. For the models "llm" and "tokenizer", it contains a limit of two tokens."""
+    """Return a request. Requests for "llm" and "tokenizer" contain a limit of two tokens."""
     request = service_pb2.ModelInferRequest(model_name=model)
     if model in ("llm", "tokenizer"):
         add_inputs(request, string("sampling_parameters", b'{"max_tokens": 2}'))

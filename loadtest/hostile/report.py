@@ -163,7 +163,7 @@ def _waits_line(waits: Sequence[float]) -> str:
 
 
 def _memory(run: Run) -> Iterator[str]:
-    """Yield the memory of all processes together, and of each process that has grown."""
+    """Yield the memory of all processes together, and of each process whose memory has grown."""
     first, peak = run.memory.total
     yield f"memory of all processes: {first:.0f} MiB at the start, {peak:.0f} MiB at the peak"
     for role, memory in sorted(run.memory.by_role.items()):

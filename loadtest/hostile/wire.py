@@ -1,4 +1,4 @@
-"""Attacks below JSON: damaged HTTP, request smuggling, slow clients, and many connections."""
+"""Attacks with damaged HTTP, request smuggling, slow clients, and many connections."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ _SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\
 
 
 def attacks() -> Iterator[Attack]:
-    """Yield all attacks below JSON."""
+    """Yield all attacks of this module."""
     yield from _smuggling()
     yield from _damaged_requests()
     yield from _damaged_chunks()
@@ -78,7 +78,7 @@ def not_smuggled(data: bytes) -> Send:
     """Return a function that sends a request whose body may contain a second request.
 
     If the length of the first request is ambiguous, the server must not answer the second request,
-    which asks for the list of models. The outcome has the status 599 if the server does.
+    which asks for the list of models. The outcome has the status 599 if the server answers both requests.
     """
     is_ambiguous = b"Content-Length" in data and b"chunked" in data
 
@@ -227,7 +227,7 @@ def _dripping(start: bytes, rest: bytes, pause_s: float) -> Send:
             connection.sendall(with_key(start, target))
             connection.settimeout(pause_s)
             while time.monotonic() < deadline:
-                outcome = read_raw(connection)  # waits for `pause_s`
+                outcome = read_raw(connection)  # the socket waits for `pause_s`
                 if outcome.status != "hung":
                     return outcome
                 with suppress(OSError):
@@ -249,7 +249,7 @@ def _unread(count: int, data: bytes, seconds: float, receive_buffer: int | None 
         with ExitStack() as connections:
             for _ in range(count):
                 connection = connections.enter_context(socket.socket())
-                if receive_buffer is not None:  # must be set before the connection is made
+                if receive_buffer is not None:  # takes effect only before `connect`
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
                 connection.settimeout(limit_s)
                 connection.connect(("127.0.0.1", target.openai))

@@ -1,4 +1,4 @@
-"""Nereid's values from a server's metrics page, read once or periodically.
+"""Functions that read Nereid's metrics from the metrics page of a server.
 
 docs/reference/metrics.md describes the metrics.
 """

@@ -67,7 +67,7 @@ def _supervisor(served: Served) -> psutil.Process:
 
 
 def _unused_name(name: str, used: Container[str]) -> str:
-    """Return `name`, or `name` with the first number from 2 that gives an unused name."""
+    """Return `name`, or a name such as "engine 2" if `name` is used."""
     names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
     return next(one for one in names if one not in used)
 
@@ -96,7 +96,10 @@ def pids(served: Served) -> dict[str, int]:
 
 
 def replaced(before: Mapping[str, int], served: Served) -> list[str]:
-    """Return the roles whose process has ended or was restarted since `before`, from `pids`."""
+    """Return the roles whose process has ended or was restarted.
+
+    `before` is an earlier result of `pids`.
+    """
     after = pids(served)
     return [role for role, pid in before.items() if after.get(role) != pid]
 

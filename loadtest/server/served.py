@@ -1,4 +1,4 @@
-"""Starts a complete `nereid serve` on free ports for a test or a benchmark, and stops it."""
+"""A complete `nereid serve` on free ports, for a test or a benchmark."""
 
 import contextlib
 import ctypes
@@ -155,7 +155,7 @@ class Served:
         return self.process.wait(_STOP_TIMEOUT_S)
 
     def __exit__(self, *_: object) -> None:
-        """End the server at once. Triton server needs three seconds to end after `stop`."""
+        """End the server at once. With `stop`, the end of the Triton server takes three seconds."""
         while self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)  # the second signal kills all processes
             with contextlib.suppress(subprocess.TimeoutExpired):

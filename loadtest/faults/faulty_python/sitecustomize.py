@@ -78,7 +78,7 @@ def _next_failure(folder: Path, kinds: Container[str]) -> _Failure | None:
 
 
 def _patch_embedding(module: Any, folder: Path) -> None:  # noqa: ANN401 - torch's
-    """Let the lookup of embeddings fail in the ways "oom", "cuda", "hang" and "nan"."""
+    """Wrap the lookup of embeddings, so that the kinds "oom", "cuda", "hang" and "nan" happen."""
     import torch
 
     # The engine overrides `forward` of some embeddings, so all calls of embeddings are patched.
@@ -105,7 +105,7 @@ def _patch_embedding(module: Any, folder: Path) -> None:  # noqa: ANN401 - torch
 
 
 def _patch_matcher(module: Any, folder: Path) -> None:  # noqa: ANN401 - xgrammar's
-    """Let functions of the grammar library fail in the ways "mask" and "grammar"."""
+    """Wrap functions of the grammar library, so that the kinds "mask" and "grammar" happen."""
     for kind, owner, name in (
         ("mask", module.BatchGrammarMatcher, "batch_fill_next_token_bitmask"),
         ("grammar", module.GrammarMatcher, "accept_token"),

@@ -189,7 +189,7 @@ async def measure_one(
 
 @contextlib.contextmanager
 def serve() -> Iterator[Served]:
-    """Start a server of the demo models. The orders of `EngineFault` can make forward passes fail."""
+    """Start a server of the demo models. Orders can make forward passes of the server fail."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, (_FAULTY, os.environ.get("PYTHONPATH")))),

@@ -65,7 +65,7 @@ class IdleChecks:
         return [f"{when}: {description}" for description in broken]
 
     async def _wait_until_idle(self) -> list[str]:
-        """Wait until the server is idle. Describe a server that stays busy, and zombie processes."""
+        """Wait until the server is idle. Describe what stays in use, and zombie processes."""
         started = time.monotonic()
         await asyncio.sleep(_PUBLISHED_S)
         broken = []

@@ -2,9 +2,9 @@
 
     python -m loadtest.faults.process_faults [--model PATH] [--only engine] [--markdown PATH]
 
-For each fault, the program starts several requests of all kinds and injects the fault. The program then
-measures the time until the last of these requests has ended, and the time until a new request is
-answered completely.
+For each fault, the program starts several requests of all kinds and injects the fault. The program
+then measures the time until the last of these requests has ended, and the time until a new request
+is answered completely.
 """
 
 import asyncio

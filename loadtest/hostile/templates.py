@@ -85,7 +85,7 @@ def _image_addresses() -> dict[str, str]:
 
 
 def _png_bomb() -> str:
-    """Return a small PNG file of 65,536 x 65,536 pixels as base64. The file is damaged after its header."""
+    """Return a PNG file of 65,536 x 65,536 pixels as base64, with damage after the header."""
     size = struct.pack(">II", 65536, 65536)
     header = b"\0\0\0\rIHDR" + size + b"\x08\2\0\0\0" + b"\0" * 4
     pixels = zlib.compress(b"\0" * 50_000_000, level=9)

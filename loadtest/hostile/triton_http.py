@@ -8,8 +8,8 @@ from loadtest.hostile.attack import Attack, Send, make_attacks
 from loadtest.hostile.requests import call, raw
 from loadtest.hostile.tensors import MODELS
 
-# If the Triton server cannot read a request, the server answers with status 500. If a model does not
-# support an endpoint, the server answers with status 501. Only these answers are allowed. A 500
+# If the Triton server cannot read a request, the server answers with status 500. If a model does
+# not support an endpoint, the server answers with status 501. Only these answers are allowed. A 500
 # with another text comes from a model and is a fault.
 OWN_ANSWERS = (
     (501, "HTTP end point doesn't support models with decoupled transaction policy"),

@@ -78,7 +78,7 @@ def not_smuggled(data: bytes) -> Send:
     """Return a function that sends a request whose body may contain a second request.
 
     If the length of the first request is ambiguous, the server must not answer the second request,
-    which asks for the list of models. The outcome has the status 599 if the server answers both requests.
+    which asks for the list of models. The outcome has the status 599 if the server answers both.
     """
     is_ambiguous = b"Content-Length" in data and b"chunked" in data
 

@@ -70,7 +70,7 @@ class Cost:
 
 @dataclass(slots=True)
 class Record:
-    """The result of one request. Times are in seconds from the start, and None until they are known.
+    """The result of one request. Times are in seconds from the start; None if not known.
 
     Attributes:
         arrival: the request.

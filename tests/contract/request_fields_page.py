@@ -91,7 +91,7 @@ def field_table(fields: Mapping[str, FieldInfo]) -> str:
     """Return a Markdown table that describes the fields."""
     lines = ["| Field | Origin | Value | Meaning |", "|---|---|---|---|"]
     for name, field in fields.items():
-        origins = [one.value for one in field.metadata if isinstance(one, Origin)]
+        origins = [item.value for item in field.metadata if isinstance(item, Origin)]
         meaning = " ".join((field.description or "").split())
         lines.append(f"| `{name}` | {', '.join(origins)} | {value_of(field)} | {meaning} |")
     return "\n".join(lines) + "\n"
@@ -102,23 +102,25 @@ def value_of(field: FieldInfo) -> str:
     if field.annotation is Any:  # the field has no type, because the backend checks its value
         return ""
     is_union = get_origin(field.annotation) in (Union, UnionType)
-    members = get_args(field.annotation) if is_union else (field.annotation,)
+    alternatives = get_args(field.annotation) if is_union else (field.annotation,)
     names = []
-    for member in members:
-        kind = get_args(member)[0] if get_origin(member) is Annotated else member
-        if kind is not type(None):
-            kind = str if get_origin(kind) is Literal else kind  # all Literal values are strings
-            names.append(TYPES.get(get_origin(kind) or kind, "object"))
+    for alternative in alternatives:
+        is_annotated = get_origin(alternative) is Annotated
+        type_ = get_args(alternative)[0] if is_annotated else alternative
+        if get_origin(type_) is Literal:
+            type_ = str  # all Literal values are strings
+        if type_ is not type(None):
+            names.append(TYPES.get(get_origin(type_) or type_, "object"))
     return f"{' or '.join(names)}{range_of(field)}"
 
 
 def range_of(field: FieldInfo) -> str:
     """Return the range of a numeric field, for example ", 1 … 64" or " > 0"."""
     limits = {
-        name: getattr(one, name)
-        for one in field.metadata
+        name: getattr(constraint, name)
+        for constraint in field.metadata
         for name in ("ge", "gt", "le", "lt")
-        if getattr(one, name, None) is not None
+        if getattr(constraint, name, None) is not None
     }
     # The limits of 32-bit and 64-bit integers only prevent overflows, so the page omits them.
     limits = {name: limit for name, limit in limits.items() if abs(limit) < 2**31}
@@ -138,23 +140,28 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
+def _rejected_fields() -> dict[str, Iterable[str]]:
+    """Return the fields that are rejected: names of the routes -> names of the fields."""
+    in_chat = refused.REFUSED_IN_CHAT.keys()
+    in_responses = REFUSED_IN_RESPONSES.keys() | REFUSED_IN_TOOLS.keys()
+    accepted_in_responses = ResponsesRequest.model_fields.keys()
+    return {
+        "chat, completions and responses": [*refused.REFUSED, *refused.REFUSED_BY_BACKEND],
+        "chat and responses": in_chat - accepted_in_responses,
+        "chat": in_chat & accepted_in_responses,
+        "completions": refused.REFUSED_IN_COMPLETIONS,
+        "responses": in_responses - in_chat,
+    }
+
+
 def text() -> str:
     """Return the text of docs/reference/request-fields.md."""
     responses, chat = own_fields(ResponsesRequest), own_fields(ChatCompletionRequest)
     shared = {
-        name: field
+        name
         for name, field in responses.items()
         if name in chat and field.description == chat[name].description
     }
-    in_chat, of_responses = refused.REFUSED_IN_CHAT.keys(), ResponsesRequest.model_fields.keys()
-    in_responses = REFUSED_IN_RESPONSES.keys() | REFUSED_IN_TOOLS.keys()
-    rejected = (
-        ("chat, completions and responses", [*refused.REFUSED, *refused.REFUSED_BY_BACKEND]),
-        ("chat and responses", in_chat - of_responses),
-        ("chat", in_chat & of_responses),
-        ("completions", refused.REFUSED_IN_COMPLETIONS),
-        ("responses", in_responses - in_chat),
-    )
     sections = [
         HEAD,
         f"\n## Chat and completions\n\n{field_table(own_fields(GenerationRequest))}",
@@ -163,9 +170,9 @@ def text() -> str:
         f"\n## Completions only\n\n{field_table(own_fields(CompletionRequest))}",
         f"\n## Responses only\n"
         f"{RESPONSES.format(shared=_quoted(shared))}\n"
-        f"{field_table({k: v for k, v in responses.items() if k not in shared})}",
+        f"{field_table({name: responses[name] for name in responses if name not in shared})}",
         REJECTED,
-        *(f"- By {routes}: {_quoted(names)}.\n" for routes, names in rejected),
+        *(f"- By {routes}: {_quoted(names)}.\n" for routes, names in _rejected_fields().items()),
         ANSWER,
     ]
     return "".join(sections)
@@ -181,15 +188,16 @@ def refused_text() -> str:
         ("responses", REFUSED_IN_RESPONSES),
         ("tools of responses", REFUSED_IN_TOOLS),
     )
-    found: dict[tuple[str, str, str], list[str]] = {}
+    # A field that several endpoints refuse for the same reason has only one row.
+    endpoints_of: dict[tuple[str, str, str], list[str]] = {}
     for endpoint, table in tables:
         for name, refusal in table.items():
             accepted = getattr(refusal, "harmless", None) or getattr(refusal, "accepted", ())
             values = ", ".join(f"`{json.dumps(value)}`" for value in accepted)
-            found.setdefault((name, values, refusal.reason), []).append(endpoint)
+            endpoints_of.setdefault((name, values, refusal.reason), []).append(endpoint)
     rows = (
         f"| `{name}` | {', '.join(endpoints)} | {values} | {reason} |\n"
-        for (name, values, reason), endpoints in sorted(found.items())
+        for (name, values, reason), endpoints in sorted(endpoints_of.items())
     )
     return REFUSED_HEAD + "".join(rows)
 

@@ -444,35 +444,36 @@ async def outcome(case):
     The fields are `type`, `code` and `param`. If an error ends a stream, the status is 200, and
     the fields are those of the error in the stream's last event.
     """
-    backend, pooling = FakeBackend(), FakePooling()
-    backend.is_up = case.get("is_up", True)
-    for name in ("missing", "down", "unconfigured"):
-        getattr(pooling, name).update(case.get(name, ()))
-    pooling.kinds |= case.get("kinds", {})
-    async with opened(case.get("settings", {}), backend, pooling) as (app, client):
+    async with opened(case) as (app, client):
         path = case["path"]
-        if "first" in case:
+        if "first" in case:  # a request that creates the object whose id replaces "ID" in the path
             first = await client.post(case["first"]["path"], json=case["first"]["json"])
             path = path.replace("ID", first.json()["id"])
-        gate = app.state.gate
-        for _ in range(case.get("num_running", 0)):
+        gate = app.state.gate  # counts the running requests
+        num_running = case.get("num_running", 0)
+        for _ in range(num_running):
             gate.enter()
         gate.is_draining = case.get("is_draining", False)
-        given = {"json": case["json"]} if "json" in case else {"content": case.get("content")}
-        if case.get("in_pieces"):
-            given["content"] = pieces_of(case["content"])
+
         response = await client.request(
-            case.get("method", "POST"), path, headers=case.get("headers"), **given
+            case.get("method", "POST"), path, headers=case.get("headers"), **body_of(case)
         )
-        for _ in range(case.get("num_running", 0)):
+
+        for _ in range(num_running):
             gate.leave()
     return {"status": response.status_code, **error_of(response)}
 
 
 @asynccontextmanager
-async def opened(settings, backend, pooling):
-    """Run the application with the given settings, and yield the application and its client."""
-    app = create_app(Settings(served_model_name="echo", **settings), lambda: backend)
+async def opened(case):
+    """Run the application with a case's settings and backends. Yield it with its client."""
+    backend, pooling = FakeBackend(), FakePooling()
+    backend.is_up = case.get("is_up", True)
+    for name in ("missing", "down", "unconfigured"):
+        getattr(pooling, name).update(case.get(name, ()))
+    pooling.kinds |= case.get("kinds", {})
+    settings = Settings(served_model_name="echo", **case.get("settings", {}))
+    app = create_app(settings, lambda: backend)
     app.state.make_pooling = lambda: pooling
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
@@ -480,6 +481,14 @@ async def opened(settings, backend, pooling):
         httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
     ):
         yield app, client
+
+
+def body_of(case):
+    """Return the arguments for httpx with the body of a case: JSON, text, bytes or pieces."""
+    if "json" in case:
+        return {"json": case["json"]}
+    content = case.get("content")
+    return {"content": pieces_of(content) if case.get("in_pieces") else content}
 
 
 async def pieces_of(content):
@@ -495,7 +504,8 @@ def error_of(response):
     Return an empty dictionary for the routes /health and /health/ready, which send no error object.
     """
     if response.headers["content-type"].startswith("text/event-stream"):
-        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        lines = response.text.splitlines()
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         last = json.loads(events[-1])
         error = last["response"]["error"] if "response" in last else last["error"]
     else:
@@ -521,7 +531,7 @@ async def _outcomes():
 
 if __name__ == "__main__":
     lines = [
-        f"  {json.dumps(name)}: {json.dumps(found)}"
-        for name, found in asyncio.run(_outcomes()).items()
+        f"  {json.dumps(name)}: {json.dumps(values)}"
+        for name, values in asyncio.run(_outcomes()).items()
     ]
     DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -41,18 +41,20 @@ def test_the_last_message_is_continued_on_request(prompt_of):
 
 
 def test_special_tokens_stand_around_a_prompt_unless_told_otherwise(tokenizer):
+    # Let the tokenizer put a special token before each text.
     begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
     )
-    build = PromptBuilder(tokenizer, 4096)
-    text = build.from_text("one").token_ids
-    assert text == [begin, *build.from_text("one", add_special_tokens=False).token_ids]
-    chat = build.from_chat({"messages": MESSAGES}).token_ids
-    assert build.from_chat({"messages": MESSAGES, "add_special_tokens": True}).token_ids == [
-        begin,
-        *chat,
-    ]
+    builder = PromptBuilder(tokenizer, max_model_len=4096)
+
+    default_text = builder.from_text("one").token_ids
+    plain_text = builder.from_text("one", add_special_tokens=False).token_ids
+    assert default_text == [begin, *plain_text]
+
+    default_chat = builder.from_chat({"messages": MESSAGES}).token_ids
+    marked_chat = builder.from_chat({"messages": MESSAGES, "add_special_tokens": True}).token_ids
+    assert marked_chat == [begin, *default_chat]
 
 
 def test_special_tokens_are_text_only_on_request(tokenizer):

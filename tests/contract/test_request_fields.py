@@ -38,8 +38,8 @@ def backend_fields():
 
 
 def test_the_page_is_generated_from_the_declarations():
-    page = request_fields_page.TARGET.read_text(encoding="utf-8")
-    assert page == request_fields_page.text(), "run tests/contract/request_fields_page.py"
+    fields_page = request_fields_page.TARGET.read_text(encoding="utf-8")
+    assert fields_page == request_fields_page.text(), "run tests/contract/request_fields_page.py"
     page = request_fields_page.REFUSED_TARGET.read_text(encoding="utf-8")
     assert page == request_fields_page.refused_text(), "run tests/contract/request_fields_page.py"
 
@@ -84,11 +84,11 @@ def test_the_ensemble_knows_every_field_that_a_completion_passes_on():
 
 
 def test_a_completion_drops_no_field_that_the_backend_acts_on_or_refuses():
-    own = {
+    read_by_the_frontend = {
         *CompletionRequest.model_fields,
         *refused.REFUSED,
         *refused.REFUSED_IN_COMPLETIONS,
     }
     # The field `stream_reasoning` has no meaning for a completion, because a completion returns the
     # raw text of the model.
-    assert backend_fields() - PASSED_ON - own == {"stream_reasoning"}
+    assert backend_fields() - PASSED_ON - read_by_the_frontend == {"stream_reasoning"}

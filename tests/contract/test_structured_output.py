@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "chat"
-EOS = 2
+VOCAB_SIZE, EOS = 2048, 2  # of the checkpoint's tokenizer
 BEGIN, END = "<tool_call>\n", "\n</tool_call>"
 
 
@@ -135,7 +135,7 @@ CASES = [
     (AnyScalar, {"value": 1.5}),
     (AnyScalar, {"value": None}),
 ]
-each_case = pytest.mark.parametrize(("kind", "value"), CASES)
+each_case = pytest.mark.parametrize(("model_class", "value"), CASES)
 
 
 @pytest.fixture(scope="module")
@@ -155,28 +155,28 @@ def client(backend):
 @pytest.fixture(scope="module")
 def allows():
     """A function that returns whether a grammar allows a text as the whole answer."""
-    guides = Guides(str(CHECKPOINT), vocab_size=2048, eos_token_ids=(EOS,))
-    guides.warm_up().result(300)  # on a busy machine, loading the grammar libraries takes long
+    guides = Guides(str(CHECKPOINT), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    # On a busy machine, loading the grammar libraries takes long.
+    guides.warm_up().result(timeout=300)
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
 
-    def check(spec, text):
-        guide = guides.prepare(SamplingParams(grammar=spec), frozenset({EOS})).result(300)
-        row = np.zeros(2048 // 32, np.int32)
+    def is_allowed(spec, text):
+        params = SamplingParams(grammar=spec)
+        guide = guides.prepare(params, frozenset({EOS})).result(timeout=300)
+        mask = np.zeros(VOCAB_SIZE // 32, np.int32)  # one bit for each token
         for token in [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]:
-            if guide.fill(row) and not row[token // 32] >> (token % 32) & 1:
+            has_mask = guide.fill(mask)  # without a mask, all tokens are allowed
+            if has_mask and not mask[token // 32] >> (token % 32) & 1:
                 return False
             guide.accept([token])
         return True
 
-    yield check
+    yield is_allowed
     guides.close()
 
 
-def schema_of(response_format):
-    return response_format["json_schema"]["schema"]
-
-
 def tool_spec(schema):
+    """Return the grammar of a tool call whose arguments have this JSON schema."""
     content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
     tag = {"type": "tag", "begin": BEGIN, "content": content, "end": END}
     return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
@@ -184,35 +184,40 @@ def tool_spec(schema):
 
 @each_case
 def test_a_model_as_response_format_is_parsed_and_its_schema_allows_it(
-    client, backend, allows, kind, value
+    client, backend, allows, model_class, value
 ):
     text = json.dumps(value, separators=(",", ":"))
+
     completion = client.chat.completions.parse(
-        model="echo", messages=[{"role": "user", "content": text}], response_format=kind
+        model="echo", messages=[{"role": "user", "content": text}], response_format=model_class
     )
-    assert completion.choices[0].message.parsed == kind.model_validate(value)
-    passed = json.loads(backend.generations[-1].chat_request)["response_format"]
-    assert passed["json_schema"]["strict"] is True
-    assert allows(schema_spec(schema_of(passed), is_strict=True), text)
+
+    assert completion.choices[0].message.parsed == model_class.model_validate(value)
+    sent_request = json.loads(backend.generations[-1].chat_request)
+    sent_schema = sent_request["response_format"]["json_schema"]
+    assert sent_schema["strict"] is True
+    assert allows(schema_spec(sent_schema["schema"], is_strict=True), text)
 
 
 @each_case
 def test_a_model_as_strict_tool_is_parsed_and_its_schema_allows_it(
-    client, backend, allows, kind, value
+    client, backend, allows, model_class, value
 ):
     arguments = json.dumps(value, separators=(",", ":"))
-    call = f'<tool_call>{{"name": "{kind.__name__}", "arguments": {arguments}}}</tool_call>'
+    call = f'<tool_call>{{"name": "{model_class.__name__}", "arguments": {arguments}}}</tool_call>'
+
     completion = client.chat.completions.parse(
         model="echo",
         messages=[{"role": "user", "content": call}],
-        tools=[openai.pydantic_function_tool(kind)],
+        tools=[openai.pydantic_function_tool(model_class)],
         tool_choice="required",
     )
-    (parsed,) = completion.choices[0].message.tool_calls
-    assert parsed.function.parsed_arguments == kind.model_validate(value)
-    passed = json.loads(backend.generations[-1].chat_request)["tools"][0]["function"]
-    assert passed["strict"] is True
-    assert allows(tool_spec(passed["parameters"]), f"{BEGIN}{arguments}{END}")
+
+    (parsed_call,) = completion.choices[0].message.tool_calls
+    assert parsed_call.function.parsed_arguments == model_class.model_validate(value)
+    sent_tool = json.loads(backend.generations[-1].chat_request)["tools"][0]["function"]
+    assert sent_tool["strict"] is True
+    assert allows(tool_spec(sent_tool["parameters"]), f"{BEGIN}{arguments}{END}")
 
 
 @pytest.mark.parametrize(
@@ -282,12 +287,12 @@ def test_strict_tools_may_have_all_of_and_multiple_of(allows, parameters, allowe
     )
     spec = GrammarSpec("structural_tag", json.dumps(tag))
 
-    def call(value):
-        return f'{BEGIN}{{"name": "f", "arguments": {json.dumps(value)}}}{END}'
+    def call(arguments):
+        return f'{BEGIN}{{"name": "f", "arguments": {json.dumps(arguments)}}}{END}'
 
     assert allows(spec, call(allowed))
-    for value in forbidden:
-        assert not allows(spec, call(value)), value
+    for arguments in forbidden:
+        assert not allows(spec, call(arguments)), arguments
 
 
 def test_instructor_reads_nested_models_from_content_and_from_tool_calls(client):
@@ -295,10 +300,8 @@ def test_instructor_reads_nested_models_from_content_and_from_tool_calls(client)
     value = {"address": {"street": "a", "code": None}, "others": [{"street": "b", "code": "1"}]}
     text = json.dumps(value)
     call = f'<tool_call>{{"name": "Customer", "arguments": {text}}}</tool_call>'
-    for mode, prompt in (
-        (instructor.Mode.JSON_SCHEMA, text),
-        (instructor.Mode.TOOLS, call),
-    ):
+    # The echo model repeats the prompt as the answer's content or as a tool call.
+    for mode, prompt in ((instructor.Mode.JSON_SCHEMA, text), (instructor.Mode.TOOLS, call)):
         customer = instructor.from_openai(client, mode=mode).chat.completions.create(
             model="echo",
             messages=[{"role": "user", "content": prompt}],
@@ -316,5 +319,5 @@ def test_a_tool_whose_integer_is_written_with_a_fraction_of_zero_is_parsed(clien
         tools=[openai.pydantic_function_tool(Scores)],
         tool_choice="required",
     )
-    (parsed,) = completion.choices[0].message.tool_calls
-    assert parsed.function.parsed_arguments == Scores(scores={"a": 30})
+    (parsed_call,) = completion.choices[0].message.tool_calls
+    assert parsed_call.function.parsed_arguments == Scores(scores={"a": 30})

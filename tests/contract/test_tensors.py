@@ -9,15 +9,15 @@ from nereid_backend.serving import tensor_names
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 
 
-def block(model, kind):
+def tensors(model, side):
     """Return the tensors that a model's config.pbtxt declares: name -> (data type, dimension).
 
-    `kind` is "input" or "output".
+    `side` is "input" or "output".
     """
     text = (REPOSITORY / model / "config.pbtxt").read_text()
-    body = re.search(rf"^{kind} \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
-    rows = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]', body)
-    return {name: (kind_, int(dims)) for name, kind_, dims in rows}
+    block = re.search(rf"^{side} \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
+    rows = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]', block)
+    return {name: (data_type, int(dimension)) for name, data_type, dimension in rows}
 
 
 def steps():
@@ -28,7 +28,7 @@ def steps():
 
 
 def test_the_ensemble_declares_the_inputs_that_the_code_reads():
-    read = {
+    tensors_in_code = {
         tensor_names.TEXT_INPUT,
         tensor_names.INPUT_IDS,
         tensor_names.CHAT_REQUEST,
@@ -38,11 +38,11 @@ def test_the_ensemble_declares_the_inputs_that_the_code_reads():
         tensor_names.IMAGE,
         *(tensor_names.RETURN_PREFIX + name for name in tensor_names.RETURNABLE),
     }
-    assert set(block("llm", "input")) == read
+    assert set(tensors("llm", "input")) == tensors_in_code
 
 
 def test_the_ensemble_declares_the_outputs_that_the_code_writes():
-    assert set(block("llm", "output")) == {
+    assert set(tensors("llm", "output")) == {
         tensor_names.TEXT_OUTPUT,
         tensor_names.DELTA,
         *tensor_names.RETURNABLE,
@@ -50,15 +50,15 @@ def test_the_ensemble_declares_the_outputs_that_the_code_writes():
 
 
 def test_the_tensors_of_consecutive_steps_are_equal():
-    assert block("llm", "input") == block("tokenizer", "input")
-    assert block("llm", "output") == block("postprocessor", "output")
-    assert block("tokenizer", "output") == block("executor", "input")
-    assert block("executor", "output") == block("postprocessor", "input")
+    assert tensors("llm", "input") == tensors("tokenizer", "input")
+    assert tensors("llm", "output") == tensors("postprocessor", "output")
+    assert tensors("tokenizer", "output") == tensors("executor", "input")
+    assert tensors("executor", "output") == tensors("postprocessor", "input")
 
 
 @pytest.mark.parametrize("model", ["tokenizer", "executor", "postprocessor"])
 def test_the_ensemble_maps_every_tensor_of_a_step(model):
     step = steps()[model]
-    for kind in ("input", "output"):
-        mapped = re.findall(rf'{kind}_map {{ key: "(\w+)" value: "(\w+)" }}', step)
-        assert {key for key, _ in mapped} == set(block(model, kind))
+    for side in ("input", "output"):
+        mapped = re.findall(rf'{side}_map {{ key: "(\w+)" value: "(\w+)" }}', step)
+        assert {key for key, _ in mapped} == set(tensors(model, side))

@@ -23,12 +23,14 @@ def serve(port, folder):
 
 
 def line(number, text=None, url=CHAT, **body):
+    """Return a line of a batch file. Without `body`, the line is a chat with the message `text`."""
     messages = [{"role": "user", "content": text or f"word{number}"}]
     body = body or {"model": "echo", "messages": messages}
     return {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": body}
 
 
 def jsonl(lines):
+    """Return the content of a batch file. Lines that are bytes are copied without a change."""
     return b"".join(
         each if isinstance(each, bytes) else json.dumps(each).encode() + b"\n" for each in lines
     )
@@ -39,6 +41,7 @@ def library(port, key="none"):
 
 
 def create(client, lines, endpoint=CHAT, **fields):
+    """Upload the lines (or the bytes of the file), and start a batch."""
     content = lines if isinstance(lines, bytes) else jsonl(lines)
     file = client.files.create(file=("requests.jsonl", content), purpose="batch")
     return client.batches.create(
@@ -47,17 +50,14 @@ def create(client, lines, endpoint=CHAT, **fields):
 
 
 def finished(client, batch, timeout_s=60):
-    wait_for(
-        lambda: (
-            client.batches.retrieve(batch.id).status
-            in ("completed", "failed", "expired", "cancelled")
-        ),
-        timeout_s,
-    )
+    """Wait until a batch has ended, and return the batch."""
+    ends = ("completed", "failed", "expired", "cancelled")
+    wait_for(lambda: client.batches.retrieve(batch.id).status in ends, timeout_s)
     return client.batches.retrieve(batch.id)
 
 
 def results(client, file_id):
+    """Return the lines of an output file or error file. There are none if the batch has no file."""
     if file_id is None:
         return []
     return [json.loads(text) for text in client.files.content(file_id).text.splitlines()]

@@ -40,6 +40,7 @@ class DescribedRequests:
         """Send about `num_requests` requests to one part of the operations.
 
         The operations are numbered from 0. Part 1 of 3 contains the operations 1, 4, 7 and so on.
+        Each operation gets the same number of valid and of invalid requests.
         """
         operations = self._operations[part::num_parts]
         num_examples = num_requests // (len(MODES) * len(operations)) + 1
@@ -58,7 +59,7 @@ class DescribedRequests:
             suppress_health_check=list(HealthCheck),
         )
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
-        def send(case):
+        def send_each_case(case):
             self._make_answerable(case, mode)
             response = case.call(session=session)
             self.counts[response.status_code] += 1
@@ -67,7 +68,7 @@ class DescribedRequests:
                 self.failures.setdefault(operation.label, failure)
 
         try:
-            send()
+            send_each_case()
         except hypothesis.errors.Unsatisfiable:
             self.counts["unsatisfiable"] += 1
 
@@ -75,9 +76,9 @@ class DescribedRequests:
         """Make every second valid request name a served model and ask for few tokens."""
         if mode != GenerationMode.POSITIVE or not isinstance(case.body, dict):
             return
-        number = self.counts.total()
-        if self._models and number % 2:
-            case.body["model"] = self._models[number // 2 % len(self._models)]
+        num_sent = self.counts.total()
+        if self._models and num_sent % 2:
+            case.body["model"] = self._models[num_sent // 2 % len(self._models)]
             for name in _TOKEN_LIMITS:
                 if isinstance(case.body.get(name), int) and case.body[name] > _MAX_TOKENS:
                     case.body[name] = _MAX_TOKENS

@@ -33,6 +33,8 @@ _MARKUP = re.compile(
     re.DOTALL,
 )
 _WORD = re.compile(r"\s*\S+\s?|\s+")
+VOCABULARY_SIZE = 50_000
+_TOKEN_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -66,48 +68,46 @@ def echo(
     Each delta contains the raw text of the model as `text`.
     """
     if chat_request is not None:
-        body = json.loads(chat_request)
-        prompt = _text(body["messages"][-1].get("content") or "")
-        parameters = body
+        parameters = json.loads(chat_request)
+        prompt = _text_of_last_message(parameters)
     else:
-        prompt = text_input if text_input is not None else " ".join(map(str, input_ids or ()))
         parameters = json.loads(sampling_parameters or "{}")
-    limit = int(
-        parameters.get("max_completion_tokens") or parameters.get("max_tokens") or 1_000_000
+        prompt = text_input if text_input is not None else " ".join(map(str, input_ids or ()))
+    max_tokens = int(
+        parameters.get("max_completion_tokens") or parameters.get("max_tokens") or _TOKEN_LIMIT
     )
-    if limit > 1_000_000:
-        yield Failure("INVALID_ARGUMENT", f"max_tokens: must be at most 1000000, got {limit}")
+    if max_tokens > _TOKEN_LIMIT:
+        message = f"max_tokens: must be at most {_TOKEN_LIMIT}, got {max_tokens}"
+        yield Failure("INVALID_ARGUMENT", message)
         return
-    answers = [
-        Answer(prompt, limit, parameters, index).steps() for index in range(parameters.get("n", 1))
-    ]
-    while answers:
-        responses: Deltas = []
-        for answer in list(answers):
-            step = next(answer, None)
+
+    num_choices = parameters.get("n", 1)
+    running = [Choice(prompt, max_tokens, parameters, i).steps() for i in range(num_choices)]
+    while running:
+        deltas: Deltas = []
+        for choice in list(running):
+            step = next(choice, None)
             if isinstance(step, Failure):
                 yield step
                 return
             if step is None:
-                answers.remove(answer)
+                running.remove(choice)
             elif not isinstance(step, Pause):
-                responses.append(step)
-            elif answer is answers[0]:
+                deltas.append(step)
+            elif choice is running[0]:  # all choices pause at the same time, so wait only once
                 yield step
-        if responses:
-            yield responses
+        if deltas:
+            yield deltas
 
 
 def tokenize(text_input: str | None, chat_request: str | None) -> list[int]:
     """Return the token ids of a text, or of the last message of a chat."""
-    text = text_input or ""
-    if chat_request is not None:
-        text = _text(json.loads(chat_request)["messages"][-1].get("content") or "")
+    text = _text_of_last_message(json.loads(chat_request)) if chat_request else text_input or ""
     return [token_id_of(word) for word in _WORD.findall(text)]
 
 
 def token_id_of(word: str) -> int:
-    return zlib.crc32(word.encode()) % 50_000
+    return zlib.crc32(word.encode()) % VOCABULARY_SIZE
 
 
 def logprob_of(index: int) -> float:
@@ -118,49 +118,54 @@ def logprob_of(index: int) -> float:
     return -0.1 * (index * 2 % 5 + 1)
 
 
-def _text(content: str | list[dict[str, Any]]) -> str:
+def _text_of_last_message(chat_request: dict[str, Any]) -> str:
+    content: str | list[dict[str, Any]] = chat_request["messages"][-1].get("content") or ""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part.get("type", "text") == "text")
 
 
 @dataclass
-class Answer:
-    """One choice of a response, whose deltas are generated step by step."""
+class Choice:
+    """One choice of a response, whose deltas are generated step by step.
+
+    Attributes:
+        num_tokens, num_reasoning_tokens: the numbers of tokens so far.
+        text: the text so far, if it must be searched for stop strings.
+        pending: the fields with token ids and log-probabilities that the next delta will contain.
+        ending: the fields of the last delta. Without fields, there is no last delta.
+    """
 
     prompt: str
-    limit: int
+    max_tokens: int
     parameters: dict[str, Any]
     index: int
     num_tokens: int = 0
-    num_reasoning: int = 0
-    said: str = ""
-    news: dict[str, Any] = field(default_factory=dict)
+    num_reasoning_tokens: int = 0
+    text: str = ""
+    pending: dict[str, Any] = field(default_factory=dict)
+    ending: dict[str, Any] = field(default_factory=lambda: {"finish_reason": "stop"})
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = max(1, len(self.prompt.split()))
+        stop = self.parameters.get("stop") or []
+        self.stops: list[str] = [stop] if isinstance(stop, str) else stop
 
     def steps(self) -> Iterator[dict[str, Any] | Pause | Failure]:
-        self._open()
-        ending: dict[str, Any] = {"finish_reason": "stop"}
-        for step in self._walk(ending):
-            yield self._delta(step) if isinstance(step, dict) else step
-        if ending:
-            yield self._delta({**ending, "cumulative_logprob": self._logprob * self.num_tokens})
+        """Yield the deltas and pauses of the choice. If the choice fails, end with a `Failure`."""
+        if self.index == 0:
+            self._add_prompt_fields()
+        for step in self._repeat_prompt():
+            yield self._complete(step) if isinstance(step, dict) else step
+        if self.ending:
+            cumulative_logprob = logprob_of(self.index) * self.num_tokens
+            yield self._complete({**self.ending, "cumulative_logprob": cumulative_logprob})
 
-    @property
-    def stops(self) -> list[str]:
-        stops: str | list[str] = self.parameters.get("stop") or []
-        return [stops] if isinstance(stops, str) else stops
-
-    @property
-    def _logprob(self) -> float:
-        return logprob_of(self.index)
-
-    def _walk(self, ending: dict[str, Any]) -> Iterator[dict[str, Any] | Pause | Failure]:
-        calls = 0
-        own = f" #{self.index}" if self.index else ""
-        for match in _MARKUP.finditer(self.prompt + own):
+    def _repeat_prompt(self) -> Iterator[dict[str, Any] | Pause | Failure]:
+        """Yield the prompt as deltas without `usage`, and do what its markup asks for."""
+        num_calls = 0
+        last_word = f" #{self.index}" if self.index else ""
+        for match in _MARKUP.finditer(self.prompt + last_word):
             if match["pause"]:
                 yield Pause(float(match["pause"]))
             elif match["file"]:
@@ -168,31 +173,34 @@ class Answer:
                     yield Pause(0.02)
             elif match["code"]:
                 yield Failure(match["code"], match["message"])
-                ending.clear()
+                self.ending.clear()
                 return
             elif match["vanish"]:
-                ending.clear()
+                self.ending.clear()
                 return
             elif match["call"]:
-                yield from _call(match["call"], calls)
-                calls += 1
-                ending["finish_reason"] = "tool_calls"
+                yield from _tool_call_deltas(match["call"], num_calls)
+                num_calls += 1
+                self.ending["finish_reason"] = "tool_calls"
             else:
                 kind = "reasoning" if match["think"] else "content"
                 text = match["think"] or match["hold"] or match["word"]
-                yield from self._words(text, kind, bool(match["hold"]), ending)
-                if "stop_reason" in ending or ending["finish_reason"] == "length":
+                yield from self._word_deltas(text, kind, is_held=bool(match["hold"]))
+                if "stop_reason" in self.ending or self.ending["finish_reason"] == "length":
                     return
 
-    def _words(
-        self, text: str, kind: str, is_held: bool, ending: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
+    def _word_deltas(self, text: str, kind: str, is_held: bool) -> Iterator[dict[str, Any]]:
+        """Yield one delta for each word, until a stop string or the token limit is reached.
+
+        `kind` is "content" or "reasoning". If `is_held` is true, the delta of the last word
+        contains the whole text, and the other deltas contain no text.
+        """
         words = _WORD.findall(text)
         for at, word in enumerate(words):
-            self._token(word, kind)
+            self._record_token(word, kind)
             for stop in self.stops:
-                if stop in self.said:
-                    ending["stop_reason"] = stop
+                if stop in self.text:
+                    self.ending["stop_reason"] = stop
                     return
             if kind == "reasoning" and self.parameters.get("include_reasoning") is False:
                 yield {"text": word}
@@ -202,52 +210,54 @@ class Answer:
                 yield {kind: text, "text": text}
             else:
                 yield {}
-            if self.num_tokens >= self.limit:
-                ending["finish_reason"] = "length"
+            if self.num_tokens >= self.max_tokens:
+                self.ending["finish_reason"] = "length"
                 return
 
-    def _token(self, word: str, kind: str) -> None:
+    def _record_token(self, word: str, kind: str) -> None:
+        """Count a token, and add its id and log-probabilities to the next delta if requested."""
         self.num_tokens += 1
-        self.num_reasoning += kind == "reasoning"
+        self.num_reasoning_tokens += kind == "reasoning"
         if self.stops:
-            self.said += word
-        wanted = self.parameters.get("logprobs")
-        if wanted is not None and wanted is not False:
-            number = self.parameters.get("top_logprobs", 0) if wanted is True else wanted
-            tops = [_entry(word, self._logprob), *(_entry(f"o{n}", -n) for n in range(1, 21))]
-            entry = {**_entry(word, self._logprob), "rank": 1, "top_logprobs": tops[:number]}
-            self.news.setdefault("logprobs", []).append(entry)
+            self.text += word
+        # A chat has `logprobs: true` and `top_logprobs: 3`, a completion only `logprobs: 3`.
+        logprobs = self.parameters.get("logprobs")
+        if logprobs is not None and logprobs is not False:
+            num_tops = self.parameters.get("top_logprobs", 0) if logprobs is True else logprobs
+            chosen = _logprob_entry(word, logprob_of(self.index))
+            others = [_logprob_entry(f"o{n}", -n) for n in range(1, 21)]
+            entry = {**chosen, "rank": 1, "top_logprobs": [chosen, *others][:num_tops]}
+            self.pending.setdefault("logprobs", []).append(entry)
         if self.parameters.get("return_token_ids"):
-            self.news.setdefault("token_ids", []).append(token_id_of(word))
+            self.pending.setdefault("token_ids", []).append(token_id_of(word))
 
-    def _open(self) -> None:
-        """Add the token ids and log-probabilities of the prompt to the first delta of choice 0."""
-        if self.index:
-            return
+    def _add_prompt_fields(self) -> None:
+        """Add the token ids and log-probabilities of the prompt to the first delta."""
         words = _WORD.findall(self.prompt)
-        ids = [token_id_of(word) for word in words]
         if self.parameters.get("return_token_ids"):
-            self.news["prompt_token_ids"] = ids
+            self.pending["prompt_token_ids"] = [token_id_of(word) for word in words]
         if self.parameters.get("prompt_logprobs") is not None:
-            facts = [
-                {str(i): {"logprob": -0.5, "rank": 1, "decoded_token": word}}
-                for i, word in zip(ids, words, strict=True)
+            entries = [
+                {str(token_id_of(word)): {"logprob": -0.5, "rank": 1, "decoded_token": word}}
+                for word in words
             ]
-            self.news["prompt_logprobs"] = [None, *facts[1:]]
+            # The first token of a prompt has no log-probability.
+            self.pending["prompt_logprobs"] = [None, *entries[1:]]
 
-    def _delta(self, step: dict[str, Any]) -> dict[str, Any]:
-        news, self.news = self.news, {}
-        usage: dict[str, Any] = {
+    def _complete(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """Return a delta with the pending fields, the cumulative usage and the choice's index."""
+        pending, self.pending = self.pending, {}
+        usage = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "prompt_tokens_details": {"cached_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
         index = {"index": self.index} if self.index else {}
-        return {**index, **step, **news, "usage": usage}
+        return {**index, **delta, **pending, "usage": usage}
 
 
-def _entry(word: str, logprob: float) -> dict[str, Any]:
+def _logprob_entry(word: str, logprob: float) -> dict[str, Any]:
     return {
         "token": word,
         "token_id": token_id_of(word),
@@ -256,7 +266,8 @@ def _entry(word: str, logprob: float) -> dict[str, Any]:
     }
 
 
-def _call(text: str, index: int) -> Iterator[dict[str, Any]]:
+def _tool_call_deltas(text: str, index: int) -> Iterator[dict[str, Any]]:
+    """Yield a delta with the name of a tool call, and two deltas with its arguments."""
     call = json.loads(text)
     arguments = json.dumps(call["arguments"])
     middle = len(arguments) // 2

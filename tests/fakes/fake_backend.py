@@ -8,7 +8,7 @@ from nereid_client.errors import BackendError
 from nereid_client.language_model.backend import Generation
 from nereid_client.streaming.deltas import Delta
 
-from fakes.echo import Failure, Pause, echo, tokenize
+from fakes.echo import VOCABULARY_SIZE, Failure, Pause, echo, tokenize
 
 
 class FakeBackend:
@@ -40,14 +40,17 @@ class FakeBackend:
         self.cache_calls: list[dict[str, str]] = []
         self.cache_answer: dict[str, Any] = {"num_sessions": 1, "sessions": []}
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
+    def _check_is_up(self) -> None:
         if not self.is_up:
             raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
+        self._check_is_up()
         self.generations.append(generation)
         self.active.add(generation.request_id)
         self.most_active = max(self.most_active, len(self.active))
-        ended = False
-        running = generation.num_choices
+        has_ended = False
+        num_running_choices = generation.num_choices
         try:
             for step in echo(
                 text_input=generation.text_input,
@@ -56,34 +59,32 @@ class FakeBackend:
                 sampling_parameters=generation.sampling_parameters,
             ):
                 if isinstance(step, Failure):
-                    ended = True
+                    has_ended = True
                     raise BackendError(step.code, step.message)
                 if isinstance(step, Pause):
                     await asyncio.sleep(step.seconds)
                     continue
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # let other requests run
                 for delta in step:
                     if not generation.with_text:
                         delta = {key: value for key, value in delta.items() if key != "text"}
-                    running -= "finish_reason" in delta
-                    ended = running == 0
+                    num_running_choices -= "finish_reason" in delta
+                    has_ended = num_running_choices == 0
                     yield delta  # type: ignore[misc]
-            ended = True
+            has_ended = True
         finally:
-            if not ended:
+            if not has_ended:
                 self.aborted.append(generation.request_id)
             # Remove the id last, because a test in another thread waits until `active` is empty.
             self.active.discard(generation.request_id)
 
     async def tokenize(self, generation: Generation) -> list[int]:
-        if not self.is_up:
-            raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
+        self._check_is_up()
         self.generations.append(generation)
         return tokenize(generation.text_input, generation.chat_request)
 
     async def change_adapters(self, parameters: dict[str, str]) -> list[str]:
-        if not self.is_up:
-            raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
+        self._check_is_up()
         if "reload_weights" in parameters:
             self.reloads.append((parameters["reload_weights"], parameters["running_requests"]))
         elif "load_lora" in parameters:
@@ -99,14 +100,14 @@ class FakeBackend:
         return self.cache_answer
 
     async def detokenize(self, request_id, token_ids, *, skip_special_tokens) -> str:  # type: ignore[no-untyped-def]
-        if max(token_ids) >= 50_000:
-            raise BackendError("INVALID_ARGUMENT", "input_ids: the vocabulary has 50000 tokens.")
+        if max(token_ids) >= VOCABULARY_SIZE:
+            message = f"input_ids: the vocabulary has {VOCABULARY_SIZE} tokens."
+            raise BackendError("INVALID_ARGUMENT", message)
         suffix = "" if skip_special_tokens else "<end>"
         return " ".join(map(str, token_ids)) + suffix
 
     async def request_limits(self) -> dict[str, int]:
-        if not self.is_up:
-            raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
+        self._check_is_up()
         return self.limits
 
     async def is_live(self) -> bool:

@@ -1,6 +1,7 @@
 """A fake `PoolingBackend` whose vectors and scores are simple functions of the text."""
 
 import asyncio
+import itertools
 import json
 import sys
 
@@ -9,7 +10,7 @@ from nereid_client.embeddings.pooling_backend import PoolingOutputs
 from nereid_client.errors import BackendError
 
 DIMENSION = 4
-LIMIT = 12  # the longest input, in characters; each character is a token
+LIMIT = 12  # the longest input, in characters, because each character is a token
 
 
 class FakePooling:
@@ -81,49 +82,35 @@ class FakePooling:
     def _embed(self, call):
         texts = _texts(call)
         dimensions = call.options.get("dimensions") or DIMENSION
-        if dimensions > DIMENSION:
-            raise BackendError(
-                "INVALID_ARGUMENT",
-                f"dimensions: must be from 1 to {DIMENSION}, got {dimensions}",
-            )
-        field = next(name for name in ("texts", "input_ids", "parts") if name in call.tensors)
-        for index, text in enumerate(texts):
-            if len(text) > LIMIT and not call.options.get("truncate"):
-                raise BackendError(
-                    "INVALID_ARGUMENT",
-                    f"{field}: element {index}: has {len(text)} tokens; the limit is {LIMIT}",
-                )
-        counts = np.array([min(len(text), LIMIT) for text in texts], dtype=np.int32)
+        _check_limits(call, texts, dimensions)
+        num_tokens = np.array([min(len(text), LIMIT) for text in texts], dtype=np.int32)
         kind = call.options.get("kind") or "dense"
         if kind == "sparse":
             rows = [json.dumps({"indices": [len(text)], "values": [0.5]}) for text in texts]
-            return PoolingOutputs({"num_tokens": counts}, {"sparse": rows})
-        if kind == "multi_vector":
-            vectors = np.ones((int(counts.sum()), DIMENSION), dtype=np.float32)
-            return PoolingOutputs(
-                {"embeddings": vectors, "num_vectors": counts, "num_tokens": counts}, {}
-            )
+            return PoolingOutputs({"num_tokens": num_tokens}, {"sparse": rows})
+        if kind == "multi_vector":  # one vector for each token
+            vectors = np.ones((int(num_tokens.sum()), DIMENSION), dtype=np.float32)
+            arrays = {"embeddings": vectors, "num_vectors": num_tokens, "num_tokens": num_tokens}
+            return PoolingOutputs(arrays, {})
         vectors = np.array([vector(text)[:dimensions] for text in texts], dtype=np.float32)
         if call.options.get("normalize"):
             vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        return PoolingOutputs({"embeddings": vectors, "num_tokens": counts}, {})
+        return PoolingOutputs({"embeddings": vectors, "num_tokens": num_tokens}, {})
 
     def _rerank(self, call):
-        if "texts" in call.tensors and self.kinds["rerank"] == ["token_classify"]:
-            return token_labels(call.tensors["texts"])
+        """Score documents for a query. If the call has the tensor `texts`, classify the texts."""
         if "texts" in call.tensors:
-            texts = call.tensors["texts"]
-            rows = np.array([[1 - share(t), share(t)] for t in texts], dtype=np.float32)
-            counts = np.array([len(text) for text in texts], dtype=np.int32)
-            return PoolingOutputs({"probabilities": rows, "num_tokens": counts}, {})
-        queries = call.tensors["query"]
+            classify = token_labels if self.kinds["rerank"] == ["token_classify"] else text_labels
+            return classify(call.tensors["texts"])
+        queries = list(call.tensors["query"])
         documents = _texts(call) if "parts" in call.tensors else call.tensors["documents"]
-        queries = list(queries) * (len(documents) if len(queries) == 1 else 1)
+        if len(queries) == 1:
+            queries *= len(documents)
         scores = [relevance(q, d) for q, d in zip(queries, documents, strict=True)]
         if call.options.get("activation") == "none":
             scores = [10 * score for score in scores]
-        counts = np.array([len(d) for d in documents], dtype=np.int32)
-        arrays = {"scores": np.array(scores, dtype=np.float32), "num_tokens": counts}
+        num_tokens = np.array([len(d) for d in documents], dtype=np.int32)
+        arrays = {"scores": np.array(scores, dtype=np.float32), "num_tokens": num_tokens}
         return PoolingOutputs(arrays, {})
 
 
@@ -138,6 +125,13 @@ def relevance(query, document):
     return sum(word in document.lower().split() for word in words) / max(len(words), 1)
 
 
+def text_labels(texts):
+    """Return the probabilities of two labels: the second one is the share of the letter `y`."""
+    rows = np.array([[1 - share(t), share(t)] for t in texts], dtype=np.float32)
+    num_tokens = np.array([len(text) for text in texts], dtype=np.int32)
+    return PoolingOutputs({"probabilities": rows, "num_tokens": num_tokens}, {})
+
+
 def token_labels(texts):
     """Return the probabilities of two labels for each token of the texts.
 
@@ -149,8 +143,8 @@ def token_labels(texts):
     for text in texts:
         rows += [[1.0, 0.0], *([0.25, 0.75] if c == "y" else [0.5, 0.5] for c in text)]
         offsets += [[0, 0], *([i, i + 1] for i in range(len(text)))]
-    counts = np.array([1 + len(text) for text in texts], dtype=np.int32)
-    arrays = {"probabilities": np.array(rows, dtype=np.float32), "num_tokens": counts}
+    num_tokens = np.array([1 + len(text) for text in texts], dtype=np.int32)
+    arrays = {"probabilities": np.array(rows, dtype=np.float32), "num_tokens": num_tokens}
     return PoolingOutputs({**arrays, "offsets": np.array(offsets, dtype=np.int32)}, {})
 
 
@@ -159,10 +153,23 @@ def share(text):
     return text.count("y") / len(text)
 
 
+def _check_limits(call, texts, dimensions):
+    """Raise a BackendError if the dimensions or a text are above the model's limits."""
+    if dimensions > DIMENSION:
+        message = f"dimensions: must be from 1 to {DIMENSION}, got {dimensions}"
+        raise BackendError("INVALID_ARGUMENT", message)
+    field = next(name for name in ("texts", "input_ids", "parts") if name in call.tensors)
+    for index, text in enumerate(texts):
+        if len(text) > LIMIT and not call.options.get("truncate"):
+            message = f"{field}: element {index}: has {len(text)} tokens; the limit is {LIMIT}"
+            raise BackendError("INVALID_ARGUMENT", message)
+
+
 def _texts(call):
+    """Return the input texts of a call. Each token id is the code of a character."""
     if "parts" in call.tensors:
         return [json.loads(part).get("text", "image") for part in call.tensors["parts"]]
     if "input_ids" in call.tensors:
-        ids = iter(int(i) % sys.maxunicode for i in call.tensors["input_ids"])
-        return ["".join(chr(next(ids)) for _ in range(n)) for n in call.tensors["input_lengths"]]
+        characters = iter(chr(int(i) % sys.maxunicode) for i in call.tensors["input_ids"])
+        return ["".join(itertools.islice(characters, n)) for n in call.tensors["input_lengths"]]
     return call.tensors["texts"]

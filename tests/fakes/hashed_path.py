@@ -32,7 +32,7 @@ class HashedPath:
         return torch.from_numpy(logits)
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Implement `ForwardPath.forward`: return the logits for which the plan asks."""
+        """Implement `forward`: return the logits of each chunk's last `num_logits` tokens."""
         assert sampled is None
         rows = []
         for sequence, start, num_tokens, _, _, num_logits in plan.chunks:

@@ -20,7 +20,7 @@ NEREID = Path(sys.prefix) / "bin" / "nereid"
 
 
 class Serve:
-    """A running process of `nereid serve`.
+    """A running process of `nereid serve`, by default with the echo model.
 
     Attributes:
         lines: the lines that the process has printed so far.
@@ -33,14 +33,15 @@ class Serve:
         self, folder: Path, *arguments: str, model: Path | None = None, **variables: str
     ) -> None:
         self.log = folder / "serve.log"
-        names = ("http", "grpc", "metrics", "openai")
-        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        endpoints = ("http", "grpc", "metrics", "openai")
+        self.ports = dict(zip(endpoints, free_ports(len(endpoints)), strict=True))
         command = [str(NEREID), "serve", f"--log-file={self.log}"]
+        command += [f"--{endpoint}-port={port}" for endpoint, port in self.ports.items()]
         if not any(argument.startswith("--config") for argument in arguments):
             command.append(f"--model={model or make_checkpoint(folder)}")
-        command += [f"--{name}-port={port}" for name, port in self.ports.items()]
         if not any(argument.startswith("--model-repository") for argument in arguments):
             command.append(f"--model-repository={ECHO_REPOSITORY}")
+        # Settings in the environment of the tests must not change the server.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("NEREID_")}
         self._process = subprocess.Popen(
             [*command, *arguments],

@@ -51,7 +51,7 @@ class ModularGuide:
     def fill(self, row: np.ndarray) -> bool:
         """Implement `MaskingGuide.fill`: write the bit mask of the allowed tokens into `row`.
 
-        Return False and leave `row` unchanged if all tokens are allowed.
+        Return False and leave `row` unchanged if all tokens are allowed. One element has 32 bits.
         """
         allowed = self.allowed()
         if len(allowed) == self.vocab_size:

@@ -40,26 +40,25 @@ class Receiver:
     raw: bytes = b""
 
     def wait_for(self, names, trace=None, limit_s=30.0):
-        """Wait until a span of each name has arrived, and return the spans by name.
+        """Wait until a span of each name has arrived, and return all spans by name.
 
-        Args:
-            names: the names of the spans.
-            trace: the trace id of the spans; None for any trace.
-            limit_s: the time in seconds after which the test fails.
+        Ignore the spans of other traces, unless `trace` (a trace id) is None.
         """
         deadline = time.monotonic() + limit_s
         while True:
-            found = {span.name: span for span in list(self.spans) if trace in (None, span.trace)}
-            if set(names) <= set(found):
-                return found
-            assert time.monotonic() < deadline, f"only these spans have arrived: {found}"
+            # The copy of the list prevents errors while the collector's thread appends spans.
+            arrived = {span.name: span for span in list(self.spans) if trace in (None, span.trace)}
+            if set(names) <= set(arrived):
+                return arrived
+            assert time.monotonic() < deadline, f"only these spans have arrived: {arrived}"
             time.sleep(0.02)
 
     def add(self, body):
+        """Store the spans of a request to the collector."""
         self.raw += body
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
-                self.spans += [_span(sent) for sent in scope.spans]
+                self.spans += [_span(message) for message in scope.spans]
 
 
 @contextlib.contextmanager
@@ -86,14 +85,16 @@ def receive_spans():
         thread.join()
 
 
-def _span(sent):
-    values = {one.key: one.value for one in sent.attributes}
+def _span(message):
+    """Return the `Span` of a protobuf message."""
+    # The value of an attribute is a union of several types, such as `string_value`.
+    values = {attribute.key: attribute.value for attribute in message.attributes}
     return Span(
-        sent.name,
-        sent.trace_id.hex(),
-        sent.span_id.hex(),
-        sent.parent_span_id.hex(),
-        sent.start_time_unix_nano,
-        sent.end_time_unix_nano,
-        {name: getattr(value, value.WhichOneof("value")) for name, value in values.items()},
+        name=message.name,
+        trace=message.trace_id.hex(),
+        id=message.span_id.hex(),
+        parent=message.parent_span_id.hex(),
+        start_ns=message.start_time_unix_nano,
+        end_ns=message.end_time_unix_nano,
+        attributes={key: getattr(v, v.WhichOneof("value")) for key, v in values.items()},
     )

@@ -16,13 +16,17 @@ _ENDS = ("completed", "failed", "incomplete")
 class _Item:
     """An output item of a response, as a client builds it from the events of the stream.
 
-    The attribute `part` is the state of the item's content part: "none", "added" or "done".
+    Attributes:
+        text: the joined deltas of the item's text (or of a function call's arguments).
+        is_text_done: whether the event has arrived that ends the text.
+        part: the state of the item's content part: "none", "added" or "done".
+        final: the item of the event `output_item.done`.
     """
 
     id: str
-    deltas: str = ""
+    text: str = ""
+    is_text_done: bool = False
     part: str = "none"
-    is_written: bool = False
     final: Json | None = None
 
 
@@ -43,19 +47,20 @@ class StreamCheck:
 
     def run(self, events: list[Json]) -> Json:
         """Check all events of a stream, and return the final response object."""
-        for at, event in enumerate(events):
-            assert event["sequence_number"] == at
-            assert self.final is None, "an event behind the last"
+        for number, event in enumerate(events):
+            assert event["sequence_number"] == number
+            assert self.final is None, "an event after the last event"
             if self.is_typed:
                 _EVENT.validate_python(event)
-            self._event(event)
+            self._check_event(event)
         assert self.final is not None, "a stream without an end"
         assert self.final["output"] == [item.final for item in self.items]
         if self.is_typed:
             Response.model_validate(self.final)
         return self.final
 
-    def _event(self, event: Json) -> None:
+    def _check_event(self, event: Json) -> None:
+        """Check that an event may follow the earlier events, and store what it adds."""
         kind = event["type"].removeprefix("response.")
         if kind in _ENDS:
             self.final = event["response"]
@@ -69,32 +74,37 @@ class StreamCheck:
             assert item is self.items[-1]
             assert item.final is None
             assert item.id == event.get("item_id", item.id)
-            self._of_item(kind, event, item)
+            self._check_item_event(kind, event, item)
         else:
             assert kind in ("created", "queued", "in_progress")
             assert not self.items
 
-    def _of_item(self, kind: str, event: Json, item: _Item) -> None:
+    def _check_item_event(self, kind: str, event: Json, item: _Item) -> None:
+        """Check an event of the open item.
+
+        The events of a text arrive in this order: part added, deltas, text done, part done, item
+        done. A function call has no part.
+        """
         if kind.startswith(("content_part.", "reasoning_summary_part.")):
-            is_begin = kind.endswith(".added")
-            assert item.part == ("none" if is_begin else "added")
-            assert item.is_written is not is_begin
-            assert event["part"]["text"] == item.deltas
-            item.part = "added" if is_begin else "done"
+            is_added = kind.endswith(".added")
+            assert item.part == ("none" if is_added else "added")
+            assert item.is_text_done is not is_added
+            assert event["part"]["text"] == item.text
+            item.part = "added" if is_added else "done"
         elif kind.endswith(".delta"):
-            assert not item.is_written
+            assert not item.is_text_done
             assert item.part == ("none" if "arguments" in kind else "added")
-            item.deltas += event["delta"]
+            item.text += event["delta"]
         elif kind == "output_item.done":
-            assert item.is_written
+            assert item.is_text_done
             assert item.part != "added"
-            assert text_of(event["item"]) == item.deltas
+            assert text_of(event["item"]) == item.text
             assert event["item"]["id"] == item.id
             item.final = event["item"]
         else:
             assert kind.endswith(("_text.done", "_arguments.done"))
-            assert event.get("text", event.get("arguments")) == item.deltas
-            item.is_written = True
+            assert event.get("text", event.get("arguments")) == item.text
+            item.is_text_done = True
 
 
 def text_of(item: Json) -> str:

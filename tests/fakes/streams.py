@@ -36,19 +36,20 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             self.server.num_lost_clients += 1
 
-    def _answer(self, status, parts, ends=True):
+    def _answer(self, status, parts, has_end_marker=True):
+        """Send the return value of the test's function, which `play` describes."""
         self.send_response(status)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for part in parts:
             if isinstance(part, float):
-                self.server.over.wait(part)
+                self.server.is_ending.wait(part)  # at the end of the test, stop waiting
                 continue
             self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
             self.wfile.flush()
-        if ends:
+        if has_end_marker:
             self.wfile.write(b"0\r\n\r\n")
-        self.close_connection = not ends
+        self.close_connection = not has_end_marker
 
     def log_message(self, *args):
         pass
@@ -68,14 +69,14 @@ def play(answer):
     """
     server = _Server(("127.0.0.1", 0), _Handler)
     server.answer, server.num_lost_clients = answer, 0
-    server.over = threading.Event()
+    server.is_ending = threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
         yield server
     finally:
-        server.over.set()
+        server.is_ending.set()
         server.shutdown()
         thread.join()
         server.server_close()

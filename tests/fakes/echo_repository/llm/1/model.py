@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 sys.path.insert(0, str(Path(__file__).parents[4]))
 from fakes.echo import Failure, Pause, echo
 
+# Hold this lock while calling a function of the stub process.
 # In Triton server 2.51, threads that call `send` or `is_cancelled` at the same time corrupt the
 # memory of the stub process. With 32 streams, the stub died within seconds, even if only one of
 # these two functions was locked.
@@ -32,6 +33,7 @@ class TritonPythonModel:
             threading.Thread(target=self.answer, args=(request,), daemon=True).start()
 
     def answer(self, request):
+        """Send the responses of the echo model until the request ends, fails or is cancelled."""
         sender = request.get_response_sender()
         for step in echo(**inputs_of(request)):
             with STUB:
@@ -72,6 +74,7 @@ def code_of(failure):
 
 
 def inputs_of(request):
+    """Return the arguments of `echo`: the value of each tensor in the request."""
     values = {}
     for name in ("text_input", "input_ids", "chat_request", "sampling_parameters"):
         tensor = pb_utils.get_input_tensor_by_name(request, name)

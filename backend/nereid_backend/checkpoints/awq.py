@@ -33,7 +33,7 @@ def awq_format(settings: Settings) -> Format:
     Raises:
         UnknownVariantError: if the version is not gemm, or if the weights do not have 4 bits.
     """
-    version = str(settings.get("version", "gemm")).lower()
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     # Some programs name the field "w_bit".
     bits = settings.get("bits", settings.get("w_bit", 4))
     if version != "gemm" or bits != 4:

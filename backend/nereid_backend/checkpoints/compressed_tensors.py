@@ -196,6 +196,8 @@ def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None
     """
     for arguments in weights:
         shape = arguments.get("block_structure")
+        if isinstance(shape, str):  # Old versions of the library wrote a text such as "128x128".
+            shape = shape.split("x")
         if shape:
             return int(shape[0]), int(shape[1])
     return None

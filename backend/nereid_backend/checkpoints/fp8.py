@@ -24,8 +24,8 @@ from nereid_backend.checkpoints.integer_weight import scale_blocks
 from nereid_backend.checkpoints.layout import Format, Layout, Settings
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-# The name suffixes of tensors that contain scales for activations or for the KV cache. These
-# tensors are ignored, because the engine does not need their scales.
+# The name suffixes of tensors that contain scales or zero points for activations or for the KV
+# cache. These tensors are ignored, because the engine does not quantise activations.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_scale_inv",
@@ -37,6 +37,10 @@ ACTIVATION_SCALES = (
     ".output_scale",
     ".input_scale_ub",
     ".input_zero_point",
+    ".k_zero_point",
+    ".v_zero_point",
+    ".q_zero_point",
+    ".output_zero_point",
     ".input_global_scale",
 )
 _SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
@@ -86,6 +90,9 @@ def _decode(
     block: tuple[int, int] | None,
 ) -> Tensor:
     """Decode a float8 weight; see `_float8_layout` for the arguments."""
-    scales = tensors[scale]
-    has_blocks = block is not None and scales.dim() >= 2 and scales.numel() > 1
-    return scale_blocks(tensors[main], scales, dtype, block if has_blocks else None)
+    values, scales = tensors[main], tensors[scale]
+    # A checkpoint with blocks can contain other layers with one scale, or with one scale for each
+    # row.
+    is_for_rows = tuple(scales.shape) == (*values.shape[:-1], 1)
+    has_blocks = scales.dim() >= 2 and scales.numel() > 1 and not is_for_rows
+    return scale_blocks(values, scales, dtype, block if has_blocks else None)

@@ -34,7 +34,7 @@ def gptq_format(settings: Settings) -> Format:
     Raises:
         UnknownVariantError: if the format or the number of bits is not supported.
     """
-    format_name = str(settings.get("checkpoint_format") or "gptq").lower()
+    format_name = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
     bits = settings.get("bits", 4)
     if format_name not in ("gptq", "gptq_v2") or bits not in _BITS:
         raise UnknownVariantError(

@@ -59,6 +59,9 @@ QUANTISED_SUFFIXES = (
 belongs to no known layout, the checkpoint is refused, because the weight would be wrong or
 missing."""
 
+# GPTQModel and AutoRound describe rotated weights with these fields of quantization_config.
+_ROTATION_FIELDS = ("rotation", "rotation_config", "spinquant_config")
+
 
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
@@ -243,6 +246,7 @@ def _choose_format(settings: Settings) -> Format:
     """
     try:
         create_format = _format_creator(_quantisation_method(settings))
+        _check_rotation(settings)
         return create_format(settings)
     except UnknownVariantError as error:
         raise UnsupportedModelError(
@@ -254,6 +258,18 @@ def _choose_format(settings: Settings) -> Format:
             "the weights cannot be read, because quantization_config of config.json has a value of "
             f"a wrong type ({error}). Download config.json again."
         ) from error
+
+
+def _check_rotation(settings: Settings) -> None:
+    """Raise an UnknownVariantError if the weights are rotated.
+
+    The inputs of a layer with rotated weights must be rotated, too, which the engine does not do.
+    """
+    for field in _ROTATION_FIELDS:
+        if settings.get(field):
+            raise UnknownVariantError(
+                f"rotated weights ({field} in quantization_config of config.json) are not supported"
+            )
 
 
 def _format_creator(method: str) -> Callable[[Settings], Format]:

@@ -122,6 +122,28 @@ def test_groups_are_consecutive_if_compressed_tensors_did_not_compute_their_orde
     assert torch.equal(weight, tensors[".weight_scale"].repeat_interleave(16, dim=1))
 
 
+def test_weights_with_a_scale_for_each_row_can_be_beside_weights_with_blocks(tmp_path):
+    kind, arguments = COMPRESSED["FP8, blocks"]
+    settings, _ = writers.compressed_tensors(kind, **arguments)
+    _, encode = writers.compressed_tensors(kind, **FLOAT8, strategy="channel")
+    assert_same_weights(*writers.write_pair("llama", tmp_path, settings, encode))
+
+
+def test_a_block_structure_can_be_a_text(tmp_path):
+    kind, arguments = COMPRESSED["FP8, blocks"]
+    settings, encode = writers.compressed_tensors(kind, **arguments)
+    settings["config_groups"]["group_0"]["weights"]["block_structure"] = "16x32"
+    assert_same_weights(*writers.write_pair("llama", tmp_path, settings, encode))
+
+
+def test_zero_points_of_an_asymmetric_kv_cache_are_ignored(tmp_path):
+    kind, arguments = COMPRESSED["W4A16"]
+    pair = writers.write_pair("llama", tmp_path, *writers.compressed_tensors(kind, **arguments))
+    name = "model.layers.0.self_attn.k_zero_point"
+    change_tensors(pair[1], lambda tensors: tensors.update({name: torch.ones(1)}))
+    assert_same_weights(*pair)
+
+
 @pytest.mark.parametrize("name", ["W4A16", "W8A16", "W8A8"])
 def test_packed_weights_of_8_bits_are_not_counted_twice(name, tmp_path):
     kind, arguments = COMPRESSED[name]
@@ -244,8 +266,18 @@ def test_weights_are_rounded_to_the_data_type_of_the_engine(tmp_path):
     [
         ({"quant_method": "aqlm"}, "method 'aqlm'.*supported methods are awq, bitsandbytes"),
         ({"quant_method": "awq", "version": "gemv"}, "AWQ version gemv"),
+        ({"quant_method": "awq", "format": "gemv"}, "AWQ version gemv"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "GPTQ format marlin"),
+        ({"quant_method": "gptq", "format": "marlin"}, "GPTQ format marlin"),
         ({"quant_method": "gptq", "bits": 5}, "with 5 bits"),
+        (
+            {"quant_method": "gptq", "rotation": "hadamard"},
+            r"rotated weights \(rotation in quantization_config of config\.json\) are not",
+        ),
+        (
+            {"packing_format": "auto_round:auto_gptq", "spinquant_config": {"r1": True}},
+            r"rotated weights \(spinquant_config in ",
+        ),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format marlin-24"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},

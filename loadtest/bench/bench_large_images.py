@@ -2,14 +2,15 @@
 
     python -m loadtest.bench.bench_large_images [--model PATH ...] [--size 4000x4000 ...]
 
-For each file and each checkpoint, the program starts the process that prepares images (see
-nereid_backend/vision/image_worker.py) and sends it one small image, which loads code. It then sends
-the file. The columns of the table are:
+For each checkpoint, the program starts the worker process that prepares images. The worker forks a
+child process, which decodes the images (see nereid_backend/vision/image_worker.py). Before each
+measurement, the program makes the worker fork a new child, and sends one small image, so that the
+child loads its code. The program then sends the file. The columns of the table are:
 
     answer    400 if the file is refused, 200 if the prompt is prepared
     CPU, s    the CPU time of the worker and of its child for one request, the minimum of --rounds
-    child, MB the largest memory of the child during the request, beyond the memory before it
-    worker, MB  the same for the worker, which passes the request and the answer on
+    child, MB the peak memory of the child during the request, minus the memory before the request
+    worker, MB  the same difference for the worker, which passes on the request and the answer
     output, MB  the size of the prepared pixels, which the child returns
 
 The program needs Linux, because it reads /proc.
@@ -47,7 +48,7 @@ Encode = Callable[[Image.Image], bytes]
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one request. The columns of the table have the same meaning."""
+    """The measurements of one request, which are described as columns of the table above."""
 
     status: int
     cpu_s: float
@@ -59,8 +60,8 @@ class Figures:
 def picture(width: int, height: int) -> Image.Image:
     """Return an RGB image that compresses about as well as a photo.
 
-    The image consists of soft random spots of 50 pixels. The lowest bit of half of the pixels is
-    random, as the noise of a camera is.
+    The image consists of blurred random spots with a width of about 50 pixels. In every second
+    pixel, the lowest bit is random, like the noise of a camera.
     """
     rng = np.random.default_rng(0)
     spots = rng.integers(0, 256, (max(1, height // 50), max(1, width // 50), 3), np.uint8)
@@ -82,27 +83,27 @@ def saved(kind: str, mode: str = "RGB", **options: object) -> Encode:
 
 
 def _rotated(image: Image.Image) -> bytes:
-    """Encode an image as JPEG whose EXIF data contain a rotation by 90 degrees."""
+    """Encode an image as a JPEG file whose EXIF data contain a rotation by 90 degrees."""
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     return saved("JPEG", quality=90, exif=exif)(image)
 
 
 def _transparent(image: Image.Image) -> bytes:
-    """Encode an image as PNG whose left half is transparent."""
+    """Encode an image as a PNG file whose left half is transparent."""
     image = image.convert("RGBA")
     image.paste((0, 0, 0, 0), (0, 0, image.width // 2, image.height))
     return saved("PNG", "RGBA", compress_level=3)(image)
 
 
 def _transparent_webp(image: Image.Image) -> bytes:
-    """Encode an image as WebP whose left half is transparent."""
+    """Encode an image as a WebP file whose left half is transparent."""
     transparent = Image.open(io.BytesIO(_transparent(image)))
     return saved("WEBP", "RGBA", quality=90, method=0)(transparent)
 
 
 def _grey_16_bits(image: Image.Image) -> bytes:
-    """Encode an image as PNG with 16-bit grey values."""
+    """Encode an image as a PNG file with 16-bit grey values."""
     # 65535 / 255 is 257, so white remains white.
     grey = np.array(image.convert("L")).astype(np.uint16) * 257
     file = io.BytesIO()
@@ -111,13 +112,13 @@ def _grey_16_bits(image: Image.Image) -> bytes:
 
 
 def _colour_16_bits(image: Image.Image) -> bytes:
-    """Encode an image as PNG with 16-bit colours, which Pillow cannot write.
+    """Encode an image as a PNG file with 16-bit colours, because Pillow cannot write such files.
 
     Only the upper four bits of each colour are used, so that the file compresses well.
     """
     pixels = (np.array(image).astype(">u2") & 0xF0) * 256
     rows = pixels.reshape(image.height, -1).view(np.uint8)
-    filters = np.zeros((image.height, 1), np.uint8)  # Each row begins with the number of a filter.
+    filters = np.zeros((image.height, 1), np.uint8)  # Each row begins with its filter type.
     data = zlib.compress(np.concatenate([filters, rows], axis=1).tobytes(), 1)
     bit_depth, rgb = 16, 2
     header = struct.pack(">IIBBBBB", image.width, image.height, bit_depth, rgb, 0, 0, 0)
@@ -170,7 +171,7 @@ class Worker:
         self._text = getattr(processor, "image_token", "<image>")
 
     def measure(self, data: bytes) -> Figures:
-        """Send one image file to the process, and return the figures."""
+        """Send one image file to the process, and return the measurements of this request."""
         child = self._new_child()
         worker_before, child_before = _reset_peak(self._pid), _reset_peak(child)
         cpu_before = _cpu_s(self._pid) + _cpu_s(child)
@@ -188,9 +189,10 @@ class Worker:
         )
 
     def _new_child(self) -> int:
-        """Make the worker start a child without memory of earlier requests. Return its process id.
+        """Make the worker start a new child process, and return the process id of this child.
 
-        The worker ends its child after a refused file, and starts a child for the next image.
+        A new child uses no memory for earlier requests. The worker ends its child after a refused
+        file, and starts a new child for the next image.
         """
         self._ask(b"")
         self._ask(saved("PNG")(Image.new("RGB", (64, 64))))
@@ -198,7 +200,7 @@ class Worker:
         return child
 
     def _ask(self, data: bytes) -> int | None:
-        """Send an image file. Return the number of bytes of the packed pixels; None if refused."""
+        """Send an image file. Return the size of the packed pixels, or None for a refused file."""
         url = b"data:image/png;base64," + base64.b64encode(data)
         try:
             _, packed = self._process.call([self._text, [url]])
@@ -223,7 +225,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _reset_peak(pid: int) -> int:
-    """Reset the peak memory of a process to its memory now, and return this memory in bytes."""
+    """Reset the peak memory of a process. Return the new peak, its current memory, in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK, "ascii")
     return status_bytes(pid, "VmRSS")
 

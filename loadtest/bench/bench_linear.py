@@ -2,11 +2,12 @@
 
     python -m loadtest.bench.bench_linear --rows 1 16 512 --threads 2
 
-A contestant is an instruction set with a data type of the weights, for example "avx2 int4", or
-torch's own product. "oneDNN bfloat16" is torch's product with packed weights. The table shows how
-many times faster each contestant is than the first one in the same round. The contestants
-alternate, so that other programs on the machine slow down all of them. The clock is the wall time,
-or with --cpu-time the CPU time of the process, which suits a busy machine and one thread.
+Nereid's kernels are named after an instruction set and a data type of the weights, for example
+"avx2 int4". "torch bfloat16" is torch's matrix product, and "oneDNN bfloat16" is torch's product
+with packed weights. The table shows how many times faster each kernel is than the first kernel in
+the same round. In each round, the kernels run one after the other, so that other programs on the
+machine slow down all kernels. The program measures wall time. With --cpu-time, it measures the CPU
+time of the process, which is more precise on a busy machine but requires a single thread.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from loadtest.command_line import Option, parse_command_line
 
 # The numbers of inputs and outputs of each linear layer in one block of the model.
 SIZES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
-# The layers of several blocks do not fit into the processor's cache, not even with 4 bits.
+# The layers of this number of blocks do not fit into the processor's cache, even with 4 bits.
 NUM_BLOCKS = 4
-# oneDNN chooses the layout that is best for inputs with this number of rows.
+# oneDNN packs weights in the layout that is fastest for inputs with this number of rows.
 _PACKED_ROWS = 256
 
 _OPTIONS = {
@@ -44,12 +45,12 @@ _OPTIONS = {
     "--cpu-time": Option(False, "measure the CPU time of the process"),
 }
 
-# Computes a layer. The argument contains a matrix for each number of inputs.
+# A function that computes a layer. The argument maps each number of inputs to an input matrix.
 Layer = Callable[[dict[int, Tensor]], object]
 
 
 class Contestant(NamedTuple):
-    """One way to compute all layers, on one instruction set."""
+    """A compared kernel: its layers, and the instruction set with which they are computed."""
 
     name: str
     instruction_set: str
@@ -62,7 +63,7 @@ class Contestant(NamedTuple):
 
 
 def layers(make_layer: Callable[[Tensor], Layer], dtype: torch.dtype) -> list[Layer]:
-    """Return the layers of all blocks. `make_layer` gets random weights, [outputs, inputs]."""
+    """Return the layers of all blocks. `make_layer` gets a random weight, [outputs, inputs]."""
     return [
         make_layer((torch.randn(outputs, inputs) / math.sqrt(1024)).to(dtype))
         for inputs, outputs in SIZES * NUM_BLOCKS
@@ -99,7 +100,7 @@ def packed_torch_layer(weight: Tensor) -> Layer:
 
 
 def contestants() -> list[Contestant]:
-    """Return all contestants that this processor supports."""
+    """Return all kernels that this processor supports."""
     native = {
         "bfloat16": layers(native_layer, torch.bfloat16),
         "float32": layers(native_layer, torch.float32),
@@ -108,7 +109,7 @@ def contestants() -> list[Contestant]:
     }
     supported = [each.name for each in supported_instruction_sets()]
     best = supported[0]
-    # Without the matrix tiles of AMX, the best instruction set is avx512_bf16.
+    # Processors without the matrix tiles of AMX can at best use avx512_bf16.
     compared = [name for name in supported if name in (best, "avx512_bf16", "avx2")]
     return [
         *(
@@ -124,7 +125,7 @@ def contestants() -> list[Contestant]:
 def measure_row(
     num_rows: int, contestants: list[Contestant], args: argparse.Namespace
 ) -> list[str]:
-    """Return the row of the table for inputs with `num_rows` rows."""
+    """Measure all kernels with inputs of `num_rows` rows, and return the row of the table."""
     rows = {num_inputs: torch.randn(num_rows, num_inputs).bfloat16() for num_inputs, _ in SIZES}
     rounds = [
         [shortest_time(contestant, rows, args) for contestant in contestants]
@@ -139,10 +140,10 @@ def measure_row(
 def shortest_time(
     contestant: Contestant, rows: dict[int, Tensor], args: argparse.Namespace
 ) -> float:
-    """Return the seconds of the fastest of several calls, after one call that is not measured."""
+    """Return the seconds of the fastest of `args.repeat` calls. A first call is not measured."""
     clock = time.process_time if args.cpu_time else time.perf_counter
     with forced_instruction_set(contestant.instruction_set):
-        # Without the kernels, torch would compute the layers.
+        # If the native kernels were not available, torch would compute the layers.
         assert native_linear.is_available()
         assert grouped_linear.is_available()
         contestant.run(rows)

@@ -1,9 +1,9 @@
-"""Measure the peak memory of loading a model, divided by the memory of the loaded model.
+"""Measure the peak memory while a model is loaded, divided by the memory of the loaded model.
 
     python -m loadtest.bench.bench_loading --shapes 0.1b wide --kinds bfloat16 int4
 
-The shape "wide" has 0.6 GiB of bfloat16 weights in two layers. With "int4" and "int8", the weights
-are rounded while they are read, as if the unrounded weights did not fit into the memory.
+The shape "wide" has 0.6 GiB of bfloat16 weights in two layers. With "int4" and "int8", the engine
+rounds the weights while it reads them, as it does if the unrounded weights do not fit into memory.
 
 A child process loads the model, and this process reads the anonymous memory of the child every
 millisecond. The memory before loading, which the imports need, is subtracted.
@@ -53,7 +53,10 @@ _OPTIONS = {
 
 
 class LoadedMemory(NamedTuple):
-    """The memory of a process while and after it loads a model, without the memory before."""
+    """The peak memory while a model is loaded, and the memory afterwards.
+
+    The memory that the process used before loading is subtracted from both numbers.
+    """
 
     peak_bytes: int
     final_bytes: int

@@ -1,10 +1,10 @@
-"""Measure the time of parsing, in microseconds per character, for each format of tool calls.
+"""Measure the time to parse a message, in microseconds per character, for formats of tool calls.
 
     python -m loadtest.bench.bench_parsers [--sizes 1000 16000 128000] [--chunks 1 4] [--runs 3]
 
-Each cell shows the best of several runs. A run parses one tool call with an argument of the given
-number of characters, or a message with content or reasoning of this length. The parser gets the
-text in chunks of one character or of four, which is about the length of a token.
+Each cell shows the time of the fastest of several runs. A run parses one tool call with an argument
+of the given number of characters, or a message with content or reasoning of this length. The parser
+gets the text in chunks of one character or of four characters. A token has about four characters.
 """
 
 import argparse
@@ -42,14 +42,14 @@ _OPTIONS = {
 
 
 class Message(NamedTuple):
-    """A message whose parsing is measured. A long text is inserted between two parts."""
+    """A message whose parsing is measured. A long text is inserted between `before` and `after`."""
 
     format_name: str
     before: str
     after: str
 
     def with_text(self, size: int) -> str:
-        """Return the message with a text of `size` characters."""
+        """Return the message with an inserted text of `size` characters."""
         repeated = TEXT * (size // len(TEXT) + 1)
         return self.before + repeated[:size] + self.after
 
@@ -99,7 +99,7 @@ MESSAGES = {
 
 
 def parsing_s(fmt: Format, text: str, chunk: int) -> float:
-    """Return the CPU seconds of parsing `text` in chunks of `chunk` characters."""
+    """Parse `text` in chunks of `chunk` characters, and return the CPU time in seconds."""
     pieces = [text[start : start + chunk] for start in range(0, len(text), chunk)]
     parser = StreamParser(fmt, tools=TOOLS)
     feed = parser.feed
@@ -135,9 +135,9 @@ def check(fmt: Format, text: str, size: int) -> None:
 
 
 def character_us(message: Message, size: int, chunk: int, num_runs: int) -> float:
-    """Return the microseconds of parsing one character of a message, in the best of the runs.
+    """Return the time in microseconds that parsing one character takes in the fastest run.
 
-    The long text has `size` characters. The parser gets `chunk` characters at a time.
+    The inserted text has `size` characters. The parser gets `chunk` characters at a time.
     """
     fmt = get_format(message.format_name)
     text = message.with_text(size)

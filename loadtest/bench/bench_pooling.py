@@ -4,15 +4,16 @@
     python -m loadtest.bench.bench_pooling --threads 1 --texts 128 --lengths log
     python -m loadtest.bench.bench_pooling --peers --dtype bfloat16 --threads 2
 
-Nereid and sentence-transformers compute the same texts with the same weights, dtype and threads,
-and the program prints how much the results differ. The two take turns --repeat times, and the
-program prints the best run of each, so that other work on the machine affects the figures little.
-The limit is the speed of the machine for matrix products of the model's shapes. It is measured with
-the plain weights of torch and with weights in the packed layout of oneDNN.
+Nereid and sentence-transformers process the same texts with the same weights, dtype and number of
+threads, and the program prints how much the results differ. The program runs one library after the
+other, --repeat times, and prints the fastest run of each library, so that other work on the machine
+affects the results little. The program compares these speeds with a limit, the speed at which the
+machine computes matrix products with the model's shapes. The limit is measured with torch's plain
+weights and with weights in the packed layout of oneDNN.
 
-With `--peers`, OpenVINO and onnxruntime encode the texts, too, each in a process of its own and in
-batches of 1 and of 32 texts (`make bench-peers` installs them). The row "nereid int8" is then
-Nereid with 8-bit weights. Converting a large model for the other libraries takes minutes. With
+With `--peers`, OpenVINO and onnxruntime also encode the texts, each in a process of its own and in
+batches of 1 and of 32 texts. `make bench-peers` installs the two libraries. The additional row
+"nereid int8" is Nereid with 8-bit weights. The conversion of a large model takes minutes. With
 `--folder`, the checkpoints and the converted models are kept for the next run with the same model
 and dtype.
 """
@@ -42,12 +43,13 @@ from loadtest.command_line import Option, parse_command_line
 from loadtest.peers.exported_embedder import Job
 
 _PAUSE_S = 2.0
-# The number of rows of the matrix product that is the limit, and of products in one measurement.
+# The limit is the speed of a matrix product with this number of rows.
 _LIMIT_ROWS = 512
+# The number of matrix products in one measurement of the limit.
 _NUM_PRODUCTS = 60
 
 Array = np.ndarray[Any, Any]
-# Maps the name of a contestant to a function that does its work.
+# Maps the name of each compared program to a function that runs the program on all texts.
 Contestants = dict[str, Callable[[], object]]
 
 _OPTIONS = {
@@ -64,7 +66,7 @@ _OPTIONS = {
 
 
 def best_times(contestants: Contestants, repeat: int) -> dict[str, float]:
-    """Run all contestants in turns, `repeat` times. Return the shortest time of each contestant.
+    """Run all programs one after the other, `repeat` times. Return the best time of each program.
 
     Before each run, the program pauses, because the threads of some libraries wait in a loop for
     more work after a run and occupy the CPU.
@@ -103,14 +105,14 @@ def measure_limits(model: BertShape, repeat: int) -> dict[str, float]:
 def print_speeds(
     noun: str, best: dict[str, float], lengths: list[int], flops: float, limit: float
 ) -> None:
-    """Print the speed of each contestant.
+    """Print the speed of each compared program.
 
     Args:
-        noun: what `lengths` counts, "texts" or "pairs".
-        best: the seconds of each contestant.
+        noun: the name of the inputs, "texts" or "pairs".
+        best: the seconds of the fastest run of each program.
         lengths: the number of tokens of each text or pair.
-        flops: the floating-point operations for all texts.
-        limit: the FLOP/s of the machine.
+        flops: the number of floating-point operations for all texts or pairs.
+        limit: the highest speed of the machine in FLOP/s.
     """
     count, num_tokens = len(lengths), sum(lengths)
     print(
@@ -128,7 +130,7 @@ def print_speeds(
 
 
 class Peer:
-    """An embedder of another library, in a process of its own."""
+    """An embedder of another library, which runs in a process of its own."""
 
     def __init__(self, job: Job) -> None:
         """Start the process, and wait until it has loaded the model."""
@@ -154,7 +156,7 @@ class Peer:
         self._process.wait(60)
 
     def _wait_for(self, word: str) -> None:
-        """Read lines until the process prints `word`. Libraries print other lines before it."""
+        """Read lines until the process prints `word`. Other lines come from libraries."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.strip() == word:
@@ -213,7 +215,7 @@ def main() -> None:
 def compare_embedders(
     embedder: Embedder, path: str, texts: list[str], args: argparse.Namespace
 ) -> dict[str, float]:
-    """Print the difference from sentence-transformers. Return the best time of each embedder."""
+    """Print the similarity to sentence-transformers. Return the best time of each embedder."""
     reference = SentenceTransformer(path, device="cpu")
     encode_reference = partial(reference.encode, texts, show_progress_bar=False)
     least = lowest_cosine(embedder.encode(texts), encode_reference())

@@ -1,11 +1,11 @@
-"""Measure how much time the prefix cache saves until the first token of a chat's second turn.
+"""Measure how the prefix cache shortens the time to the first token of a chat's second turn.
 
     python -m loadtest.bench.bench_prefix_cache --shape 0.1b --tokens 8000
 
 Each round begins a new chat with random tokens. The second turn repeats the prompt and the answer
 of the first turn, and adds a short message. The program measures the time to the first token of
-both turns. If --disk is given, the program then stops the engine, starts a new engine on the same
-folder, and measures the second turn again.
+both turns. If --disk is given, the program then stops the engine, starts a new engine with the same
+folder of cached tokens, and measures the second turn again.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _OPTIONS = {
 
 
 class Turn(NamedTuple):
-    """The token ids of a prompt and of its answer, and the engine's work until the first token."""
+    """One turn of a chat: the token ids of prompt and answer, and the time to the first token."""
 
     prompt: list[int]
     answer: list[int]
@@ -67,7 +67,7 @@ def main() -> None:
 def measure_chats(
     model: Path, cache: Path, args: argparse.Namespace
 ) -> tuple[list[Turn], list[Turn]]:
-    """Start an engine, and return the first and the second turns of new chats."""
+    """Start an engine, and answer both turns of new chats. Return the first and second turns."""
     rng = random.Random(0)
     engine = open_engine(model, cache, args)
     vocab_size = engine.info.vocab_size
@@ -106,7 +106,7 @@ def open_engine(model: Path, cache: Path, args: argparse.Namespace) -> Engine:
 
 
 def answer_prompt(engine: Engine, prompt: list[int]) -> Turn:
-    """Generate the answer to one prompt."""
+    """Generate the answer to one prompt, and return the measured turn."""
     started = time.perf_counter()
     engine.add_request("chat", prompt, _PARAMS)
     first_token_s, num_cached = 0.0, 0
@@ -126,9 +126,11 @@ def median_time(turns: Sequence[Turn]) -> float:
 
 
 def cells(turns: Sequence[Turn], before: float) -> list[str]:
-    """Return the median time of some turns in ms, its ratio to `before`, and the cached tokens.
+    """Return three cells of the table for some turns.
 
-    Example: after 100 ms without cached tokens, turns of 20 ms are `["20", "1/5.0", "8032"]`.
+    The cells contain the median time to the first token in ms, the ratio of this time to `before`
+    (in seconds), and the number of cached tokens. Example: for turns of 20 ms, and if `before` is
+    0.1, the cells are `["20", "1/5.0", "8032"]`.
     """
     seconds = median_time(turns)
     return [f"{seconds * 1e3:.0f}", f"1/{before / seconds:.1f}", str(turns[-1].num_cached)]

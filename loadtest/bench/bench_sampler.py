@@ -1,13 +1,14 @@
-"""Measure the time of sampling in a step, by batch size, vocabulary size and sampling parameters.
+"""Measure the time of sampling for several batch sizes, vocabularies and sampling parameters.
 
     python -m loadtest.bench.bench_sampler --batches 16 --vocabs 151936
 
 Each cell shows the median microseconds of --repeat steps and, in brackets, the ratio to greedy
-sampling in the same run. The cases take turns, so that other work on the machine affects the ratios
-little. All requests of a batch have the same sampling parameters. The logits are peaked like those
-of a trained model: a few tokens have most of the probability. The case "flat" spreads the
-probability over thousands of tokens, which is the worst case for top_p. The time to fill grammar
-masks is not included, because the engine fills masks during the forward pass.
+sampling in the same run. In each step, all cases are measured one after the other, so that other
+work on the machine affects the ratios little. All requests of a batch have the same sampling
+parameters. In most cases, a few tokens have most of the probability, as in a trained model. In the
+case "flat", the probability is spread over thousands of tokens, which is the worst case for top_p.
+The time to fill grammar masks is not included, because the engine fills masks during the forward
+pass.
 """
 
 import argparse
@@ -64,7 +65,7 @@ CASES = {
 
 
 class Batch:
-    """The requests of one case."""
+    """The requests of one case, and a sampler for them."""
 
     def __init__(self, case: Case, size: int, vocab_size: int, prompt_length: int) -> None:
         self._sampler = Sampler()
@@ -97,13 +98,16 @@ class Batch:
 
 
 def random_masks(rng: np.random.Generator, size: int, vocab_size: int) -> "np.ndarray[Any, Any]":
-    """Return masks that allow half of the tokens, [size, words], with one bit for each token."""
+    """Return masks that allow about half of the tokens, [size, words], one bit for each token."""
     num_words = math.ceil(vocab_size / 32)
     return rng.integers(-(2**31), 2**31, (size, num_words)).astype(np.int32)
 
 
 def random_logits(batch_size: int, vocab_size: int, *, has_peaks: bool, seed: int) -> torch.Tensor:
-    """Return random logits, [batch_size, vocab_size]. Peaks are 20 likely tokens in each row."""
+    """Return random logits, [batch_size, vocab_size].
+
+    If `has_peaks` is true, 20 tokens in each row are much more likely than the other tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch_size, vocab_size, generator=generator) * 2
     if has_peaks:
@@ -114,8 +118,8 @@ def random_logits(batch_size: int, vocab_size: int, *, has_peaks: bool, seed: in
 
 
 def measure(batch_size: int, vocab_size: int, args: argparse.Namespace) -> dict[str, float]:
-    """Return the median microseconds of a step for each case."""
-    # The logits alternate, because those of a model change from step to step.
+    """Return the median time of sampling in one step, in microseconds, for each case."""
+    # Two tensors of logits alternate, because the logits of a model change from step to step.
     peaked = [random_logits(batch_size, vocab_size, has_peaks=True, seed=seed) for seed in (0, 1)]
     flat = [random_logits(batch_size, vocab_size, has_peaks=False, seed=seed) for seed in (2, 3)]
     batches = {
@@ -130,7 +134,7 @@ def measure(batch_size: int, vocab_size: int, args: argparse.Namespace) -> dict[
 
 
 def row(vocab_size: int, batch_size: int, args: argparse.Namespace) -> list[str]:
-    """Measure all cases, and return a row of the table."""
+    """Measure all cases with one batch size and vocabulary, and return a row of the table."""
     times = measure(batch_size, vocab_size, args)
     cells = [f"{spent:.0f} ({spent / times['greedy']:.1f})" for spent in times.values()]
     return [str(vocab_size), str(batch_size), *cells]

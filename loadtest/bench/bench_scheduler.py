@@ -2,11 +2,11 @@
 
     python -m loadtest.bench.bench_scheduler [--steps 300]
 
-Random logits stand for the model, and their time is not counted. The vocabulary is small and all
-requests are greedy, so the column "sample" mostly shows the bookkeeping of the sampler. The column
-"step" is the sum of the four parts. The column "ahead" shows the same work with async_scheduling,
-where a step starts before the tokens of the previous step are read. A GPU never waits for the CPU
-if its forward pass takes longer than the time in "ahead".
+Random logits replace the output of a model, and the time to generate them is not counted. The
+vocabulary is small and all requests are greedy, so the column "sample" mostly shows the bookkeeping
+of the sampler. The column "step" is the sum of the four parts. The column "ahead" shows the time of
+the same work with async_scheduling, where a step starts before the tokens of the previous step are
+read. A GPU never waits for the CPU if its forward pass takes longer than the time in "ahead".
 """
 
 import math
@@ -39,7 +39,7 @@ _BLOCK_SIZE = 16
 _SPARE_BLOCKS = 2
 _PROMPT_LENGTH = 64
 _VOCAB_SIZE = 256
-# The numbers of running and of waiting requests.
+# Each pair is the number of running requests and the number of waiting requests.
 _LOADS = ((1, 0), (16, 0), (64, 0), (256, 0), (1000, 0), (1000, 10_000))
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     options = {"--steps": Option(300, "steps measured in each row")}
     num_steps = parse_command_line(__doc__, options).steps
     torch.set_num_threads(1)
-    # The engine process also calls this function after loading.
+    # The engine process also calls this function after the model has been loaded.
     reduce_garbage_collection()
     print("Each cell shows the milliseconds of CPU time of a step: median and 99th percentile.\n")
     head = ["running", "waiting", *StepParts._fields, "step", "ahead"]
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def row(num_running: int, num_waiting: int, num_steps: int) -> list[str]:
-    """Measure one number of running and waiting requests, and return its row of the table."""
+    """Measure steps with these numbers of requests, and return a row of the table."""
     steps = measure(num_running, num_waiting, num_steps)
     columns = [*zip(*steps, strict=True), [sum(step) for step in steps]]
     columns.append(measure_ahead(num_running, num_waiting, num_steps))
@@ -76,9 +76,9 @@ class _RandomPath:
     """A forward path that builds real batches and returns random logits instead of running a model.
 
     Attributes:
-        build_s: the CPU seconds in which the last batch was built.
-        model_s: the CPU seconds in which the last random logits were computed. Callers subtract
-            this time.
+        build_s: the CPU seconds that building the last batch took.
+        model_s: the CPU seconds that generating the last random logits took. Callers subtract this
+            time.
         was_full: whether the last step decoded one token for each of `max_num_seqs` sequences.
     """
 
@@ -154,7 +154,7 @@ def _start(num_running: int, num_waiting: int, num_steps: int) -> tuple[Schedule
         max_num_seqs=num_running,
         max_num_batched_tokens=max(4096, num_running),
     )
-    # The requests run for more steps than are measured, because other steps contain prompts.
+    # The requests need more than `num_steps` steps, because steps with prompts are not measured.
     max_length = _PROMPT_LENGTH + 10 * num_steps
     rng = random.Random(0)
     for number in range(num_running + num_waiting):

@@ -1,14 +1,17 @@
-"""Measure the cost of the Triton server and of the frontend, compared with the engine in process.
+"""Measure the cost of the Triton server and of the frontend, compared with the engine alone.
 
     python -m loadtest.bench.bench_serve [--model PATH] [--concurrency 1 8 32] [--rounds 3]
 
-The engine in process, the gRPC endpoint of the ensemble and `/v1/completions` of the frontend get
-requests of the same kind: random prompts, greedy sampling and a fixed number of tokens. The three
-take turns in each round, so that other work on the machine affects all of them. The ratio is the
-median of the rounds' ratios. The figures of the endpoints include the client, which runs on the
-same CPUs. The program also measures the time to the first token and the inter-token latency of
-each stream, and the CPU time per response of all processes except the engine's. The inter-token
-latency is the time from the first to the last response, divided by the number of later tokens. A
+An engine in this process, the gRPC endpoint of the ensemble and `/v1/completions` of the frontend
+get requests of the same kind: random prompts, greedy sampling and a fixed number of tokens. In each
+round, the engine and the endpoints are measured one after the other, so that other work on the
+machine affects all of them. The column "ratio" shows the tokens/s of an endpoint divided by the
+tokens/s of the engine: the median of the rounds, and the ratio of each round. The client slows down
+the endpoints, because it runs on the same CPUs.
+
+The program also measures the time to the first token and the inter-token latency of each stream,
+and the CPU time per response of all processes except the engine's. The inter-token latency is the
+time from the first to the last response, divided by the number of tokens after the first token. A
 second table gives the CPU time of each process.
 """
 
@@ -58,20 +61,20 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Round:
-    """The speeds of the engine in process and of one endpoint, measured one after the other."""
+    """The speeds of the engine and of one endpoint, which are measured one after the other."""
 
-    in_process: Speed
+    in_process: Speed  # the speed of the engine in this process
     through: Speed  # the speed of the endpoint
     cpu_s: Mapping[str, float]  # the CPU seconds of each process while the endpoint was measured
 
     @property
     def ratio(self) -> float:
-        """The tokens/s through the endpoint, divided by the tokens/s in process."""
+        """The tokens/s of the endpoint, divided by the tokens/s of the engine in this process."""
         return self.through.tokens_per_s / self.in_process.tokens_per_s
 
     @property
     def cpu_per_response(self) -> float:
-        """The CPU seconds of a response in all processes except the engine's."""
+        """The CPU seconds per response, summed over all processes except the engine's."""
         return cpu_without_engine(self.cpu_s) / self.through.num_responses
 
 
@@ -105,7 +108,7 @@ def measure_engine(engine: Engine, prompts: Prompts, max_tokens: int, concurrenc
 async def _ask(
     client: grpcclient.InferenceServerClient, prompt: Sequence[int], max_tokens: int
 ) -> Stream:
-    """Send one streaming request to the gRPC endpoint."""
+    """Send one streaming request to the gRPC endpoint, and read all responses."""
     sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
     inputs = [
         _tensor("input_ids", "INT32", np.array(prompt, np.int32)),
@@ -163,10 +166,10 @@ def measure_rounds(
     rng: random.Random,
     args: argparse.Namespace,
 ) -> dict[str, list[Round]]:
-    """Measure all rounds with one number of streams. Return the rounds of each endpoint."""
+    """Measure all rounds with `concurrency` streams at a time. Return each endpoint's rounds."""
 
     def new_prompts() -> Prompts:
-        # The prefix cache does not contain new prompts.
+        # Each measurement needs new prompts, because the prefix cache contains the earlier prompts.
         vocab_size = engine.info.vocab_size
         count = num_requests(concurrency)
         return [random_prompt(rng, vocab_size, args.prompt_tokens) for _ in range(count)]
@@ -186,7 +189,7 @@ def measure_rounds(
 
 
 def num_requests(concurrency: int) -> int:
-    """Return the number of requests in one round of an endpoint."""
+    """Return the number of requests that an endpoint gets in one round."""
     return max(2 * concurrency, 4)
 
 
@@ -215,7 +218,7 @@ def speed_table(concurrency: int, rounds_by_endpoint: Mapping[str, Sequence[Roun
 def speed_cells(speeds: Sequence[Speed], ratio: str, cpu_time: str) -> list[str]:
     """Return the cells of a row with the medians of `speeds`.
 
-    `ratio` and `cpu_time` are the contents of their columns.
+    `ratio` and `cpu_time` are the contents of the columns for the ratio and for the CPU time.
     """
     tokens_per_s = statistics.median(speed.tokens_per_s for speed in speeds)
     first_token_ms = 1000 * statistics.median(speed.time_to_first_token for speed in speeds)
@@ -232,7 +235,7 @@ def speed_cells(speeds: Sequence[Speed], ratio: str, cpu_time: str) -> list[str]
 
 
 def process_table(rounds: Sequence[Round], concurrency: int) -> str:
-    """Return a Markdown table with the CPU time of each process, and of all except the engine."""
+    """Return a Markdown table with the CPU time of each process, and the sum without the engine."""
     cpu_s: dict[str, float] = defaultdict(float)
     for each in rounds:
         for role, seconds in each.cpu_s.items():
@@ -252,7 +255,7 @@ def main() -> None:
     args = parse_command_line(__doc__, _OPTIONS)
     rng = random.Random(0)
     print("The engine is loaded in this process, then the server starts.", flush=True)
-    # Without speculative decoding, all runs compute equally many tokens in each step.
+    # Without speculative decoding, all runs generate the same number of tokens in each step.
     config = EngineConfig(str(args.model), num_threads=args.num_threads, num_speculative_tokens=0)
     engine = Engine(config)
     settings = {"NEREID_NUM_SPECULATIVE_TOKENS": "0"}

@@ -5,8 +5,9 @@
     python -m loadtest.bench.bench_speculation --grow 12 --rounds 5
     python -m loadtest.bench.bench_speculation --grow 10 --train-draft 1
 
-The target is the large model, which is a demo model of this repository. The prompts are dialogues
-of the kind on which the demo model was trained. The draft model is one of these:
+The target is the model that generates the answers, usually a demo model of this repository. The
+prompts are dialogues of the kind on which the demo model was trained. The draft model is one of
+these:
 
 - with --draft-model, another checkpoint
 - with --truncate, the first layers of the target
@@ -14,11 +15,11 @@ of the kind on which the demo model was trained. The draft model is one of these
 - with --grow, the demo model itself. The target then gets additional layers that do not change the
   logits, so that a step of the target costs as much as a step of a larger model.
 
-The table also has rows for prompts of random tokens. The answers to these prompts contain few
-copies of the prompts. In each round, all engines run one after the other. The ratio of two speeds
-is computed from the same round, so that other programs on the machine influence both speeds
-equally. On a busy machine, the ratios of the speeds by CPU time are more exact, but only with one
-thread.
+The table also has rows for prompts of random tokens. The answers to these prompts rarely repeat a
+part of the prompt. In each round, all engines run one after the other. The ratio of two speeds is
+computed from the same round, so that other programs on the machine influence both speeds equally.
+On a busy machine, the ratios by CPU time are more precise than the ratios by wall time, but only
+with one thread.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from loadtest.bench.markdown_table import print_table
 from loadtest.bench.random_prompts import random_prompt
 from loadtest.command_line import Option, parse_command_line
 
-# The programs in the folder `demo` import each other by their short names.
+# The programs in the folder `demo` import each other without a package name.
 sys.path.insert(0, str(Path(__file__).parents[2] / "demo"))
 from chat_format import prompt_text
 from evaluate import held_out_dialogues
@@ -73,7 +74,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """The speed of one run, and its drafts. The CPU time is the sum over all threads."""
+    """The speed and the drafts of one run. The CPU time is the sum over all threads."""
 
     tokens_per_s: float
     tokens_per_cpu_s: float
@@ -85,7 +86,7 @@ class Measurement:
 class Prompts:
     """Prompts with the same temperature, and the methods that are measured with them."""
 
-    kind: str  # in the table
+    kind: str  # the label in the table
     token_ids: list[list[int]]
     temperature: float
     methods: Sequence[str]
@@ -128,7 +129,7 @@ def models(args: argparse.Namespace, folder: Path) -> tuple[Path, Path | None]:
 
 
 def dialogues(args: argparse.Namespace) -> Prompts:
-    """Return the prompts of dialogues that the demo model has not seen in training."""
+    """Return the prompts of dialogues that the training of the demo model did not contain."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = []
     for number, skill in zip(range(args.num_prompts), itertools.cycle(SKILLS), strict=False):
@@ -154,7 +155,7 @@ def random_prompts(args: argparse.Namespace) -> Prompts:
 
 
 def open_engine(target: Path, draft: Path | None, method: str, args: argparse.Namespace) -> Engine:
-    """Return an engine that uses one of `_METHODS`."""
+    """Return an engine that generates drafts with `method`, which is one of `_METHODS`."""
     settings: dict[str, dict[str, Any]] = {
         "off": {"num_speculative_tokens": 0},
         "ngram": {"speculative_method": "ngram", "num_speculative_tokens": _NUM_DRAFT_TOKENS},
@@ -175,14 +176,14 @@ def open_engine(target: Path, draft: Path | None, method: str, args: argparse.Na
 def measured_rows(
     engines: dict[str, Engine], prompts: Prompts, batch_size: int, args: argparse.Namespace
 ) -> list[list[str]]:
-    """Return one row of the table for each method."""
+    """Measure each method, and return one row of the table for each method."""
     runs: dict[str, list[Measurement]] = {
         method: [] for method in engines if method in prompts.methods
     }
     for _ in range(1 + args.rounds):
         for method, runs_of_method in runs.items():
             runs_of_method.append(run_prompts(engines[method], prompts, batch_size, args.tokens))
-    # The first round only warms up the caches.
+    # The first round is ignored, because it warms up the caches.
     measured = {method: runs_of_method[1:] for method, runs_of_method in runs.items()}
     return [
         [prompts.kind, str(batch_size), method, *cells(measurements, measured["off"])]
@@ -191,7 +192,7 @@ def measured_rows(
 
 
 def cells(measurements: Sequence[Measurement], plain: Sequence[Measurement]) -> list[str]:
-    """Return the figures of one method. `plain` contains the same rounds without drafts."""
+    """Return the results of one method as cells. `plain` has the same rounds without drafts."""
     pairs = list(zip(measurements, plain, strict=True))
     speed = statistics.median(run.tokens_per_s for run in measurements)
     ratio = statistics.median(run.tokens_per_s / other.tokens_per_s for run, other in pairs)
@@ -225,7 +226,7 @@ def run_prompts(engine: Engine, prompts: Prompts, batch_size: int, max_tokens: i
 
 
 def add_request(engine: Engine, prompts: Prompts, number: int, max_tokens: int) -> None:
-    """Add a request with one of the prompts to the engine. The number is also its seed."""
+    """Add a request with the prompt `number` to the engine. The seed is `number`, too."""
     params = SamplingParams(
         temperature=prompts.temperature, max_tokens=max_tokens, ignore_eos=True, seed=number
     )
@@ -235,8 +236,8 @@ def add_request(engine: Engine, prompts: Prompts, number: int, max_tokens: int) 
 def draft_figures(before: EngineStats, after: EngineStats) -> tuple[float | None, float]:
     """Return the share of accepted draft tokens and the mean length of a draft.
 
-    The figures are those of a run, whose engine counted `before` and `after` the run. Without
-    drafts, they are None and 0.
+    `before` and `after` are the statistics of the engine before and after a run. If the run had no
+    drafts, return None and 0.
     """
     num_drafts = after.num_drafts - before.num_drafts
     num_proposed = after.num_proposed_tokens - before.num_proposed_tokens

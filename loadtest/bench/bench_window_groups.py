@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the KV cache memory of models with sliding windows, with and without groups of layers.
 
-The shapes are those of published configurations. The functions that plan the memory of the engine
-compute all figures, so no weights are needed:
+The model shapes come from published configurations. The program calls the functions with which the
+engine plans its memory, so it needs no weights:
 
     python -m loadtest.bench.bench_window_groups
 """
@@ -94,7 +94,7 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one row for each model."""
+    """Print a table with one row for each model."""
     args = parse_command_line(__doc__, _OPTIONS, argv)
     print(
         f"Memory per token of requests with {args.tokens} tokens, and requests in {args.gib:g} "

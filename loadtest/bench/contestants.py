@@ -1,4 +1,4 @@
-"""The engines of the comparison, each of which runs in a process of its own."""
+"""The engines that `bench.py` compares. Each engine runs in a process of its own."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _TIMEOUT_S = 1800
 class Contestant(NamedTuple):
     """An engine with certain settings. The Python interpreter `python` runs the module."""
 
-    module: str  # in loadtest/peers
+    module: str  # the name of a module in loadtest/peers
     settings: dict[str, Any]
     python: Path = Path(sys.executable)
 
@@ -64,7 +64,7 @@ def run_contestant(
     limit_s: float = _TIMEOUT_S,
     settings: Report | None = None,
 ) -> Report:
-    """Run one engine in a process, and return its measurements.
+    """Run one engine in a process of its own, and return its measurements.
 
     Args:
         name: the name of the engine, a key of CONTESTANTS.
@@ -98,6 +98,6 @@ def _environment(num_threads: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
     }
     environment.pop("TRITON_INTERPRET", None)
-    # nereid_backend has set this variable in this process. Each engine uses its own default.
+    # nereid_backend has set this variable in this process. Each engine should use its own default.
     environment.pop("GOMP_SPINCOUNT", None)
     return environment

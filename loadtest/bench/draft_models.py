@@ -1,8 +1,8 @@
 """Checkpoints for `bench_speculation`: the target with more layers, and draft models.
 
-A draft model consists of the first layers of the demo model. `demo/train.py` can train it on new
-dialogues. The trained checkpoint is stored in the folder `.cache`, so that the next call returns at
-once.
+A draft model consists of the first layers of the demo model. `demo/train.py` can train the draft
+model on new dialogues. The trained checkpoint is stored in the folder `.cache`, so that later calls
+return at once.
 """
 
 import hashlib
@@ -51,10 +51,11 @@ def save_with_layers(source: Path, folder: Path, count: int, *, is_addition: boo
 def trained_draft(model: Path, num_layers: int, folder: Path) -> Path:
     """Return the folder of a draft model with `num_layers` layers, trained from the demo model.
 
-    The first call trains the draft model for minutes. `folder` is an empty folder for its files.
+    The first call trains the draft model, which takes minutes. `folder` is an empty folder for the
+    files of the training.
     """
     options = {**_OPTIONS, "num-layers": num_layers}
-    # The name changes if the demo model or the training changes.
+    # The name changes if the demo model or an option of the training changes.
     description = (model / "training.json").read_text() + json.dumps(options)
     name = hashlib.blake2b(description.encode(), digest_size=8).hexdigest()
     output = _ROOT / ".cache" / "draft-models" / name

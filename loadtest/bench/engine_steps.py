@@ -1,4 +1,4 @@
-"""The steps of an engine in this process."""
+"""Measures the steps of an engine that runs in this process."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from loadtest.bench.timing import Clock
 
 
 class TimedStep(NamedTuple):
-    """A step of an engine. `updates` contains the new tokens of the requests."""
+    """A step of an engine and its duration. `updates` contains the new tokens of the requests."""
 
     updates: list[RequestUpdate]
     seconds: float
@@ -21,7 +21,7 @@ class TimedStep(NamedTuple):
 
 
 def timed_steps(engine: Engine, clock: Clock) -> Iterator[TimedStep]:
-    """Run steps until all requests have ended, and yield each step."""
+    """Run steps of an engine until all requests have ended. Yield each step with its duration."""
     while engine.has_work():
         started = clock()
         updates = engine.step()

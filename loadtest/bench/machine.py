@@ -1,4 +1,4 @@
-"""The name of this machine's processor, its memory bandwidth and its speed of matrix products."""
+"""The processor name, the memory bandwidth and the matrix product speed of this machine."""
 
 import platform
 from functools import partial
@@ -10,9 +10,9 @@ from nereid_backend.linear import native_linear
 
 from loadtest.bench.timing import call_times
 
-# The fastest of these calls counts, because the first call is slow.
+# The number of calls in each measurement. Only the fastest call counts, because the first is slow.
 _NUM_CALLS = 6
-# A sum reads this number of float32 values, which no processor's cache can contain.
+# The number of float32 values that are summed. The cache of a processor cannot contain them.
 _NUM_SUMMED_VALUES = 2**27
 _NUM_INPUTS, _NUM_OUTPUTS = 2**12, 2**15
 # The side of the square matrices whose product is measured.
@@ -43,9 +43,10 @@ def measure_limits(dtype: torch.dtype) -> MachineLimits:
 
 
 def _measure_bandwidth(dtype: torch.dtype) -> float:
-    """Return the larger rate of two ways to read memory, in bytes/s.
+    """Return the memory bandwidth in bytes/s, which is the larger of two measured rates.
 
-    The product of one row with a large weight matrix often reads memory faster than a sum does.
+    The first rate is measured with a sum. The second rate is measured with the product of one row
+    and a large weight matrix, which often reads memory faster than a sum does.
     """
     values = torch.ones(_NUM_SUMMED_VALUES)
     bandwidth = values.nbytes / min(call_times(values.sum, _NUM_CALLS))
@@ -61,7 +62,8 @@ def _measure_matmul_flops(dtype: torch.dtype) -> float:
     """Return the FLOP/s of a product of two square matrices.
 
     If the processor cannot multiply numbers of `dtype`, torch converts the numbers, and such a
-    product can be slower than a product in float32. The result is the faster of the two.
+    product can be slower than a product in float32. Therefore, both dtypes are measured, and the
+    higher speed is returned.
     """
     times = []
     for matrix_dtype in {dtype, torch.float32}:

@@ -16,11 +16,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a Markdown table. Before it, print each row as a line of progress to standard error.
+    """Print a Markdown table. Before the table, print each row to standard error as progress.
 
     Args:
         head: the header of each column.
-        rows: the rows. If a generator measures them, a line appears after each measurement.
+        rows: the rows. If a generator measures the rows, a line appears after each measurement.
     """
 
     def shown() -> Iterator[Sequence[str]]:

@@ -1,4 +1,4 @@
-"""The memory of processes on Linux. This module runs in the environment of each compared engine."""
+"""The memory of processes on Linux. The programs of all compared engines import this module."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,8 @@ def status_bytes(pid: int | str, field: str) -> int:
 
     Args:
         pid: the id of the process, or "self".
-        field: "VmRSS" for the resident memory, "RssAnon" for the part without files, or "VmHWM" for
-            the peak.
+        field: "VmRSS" for the resident memory, "RssAnon" for the resident memory without mapped
+            files, or "VmHWM" for the peak of the resident memory.
     """
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     match = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)

@@ -1,9 +1,9 @@
-"""Measure how the time of a decode step on a CPU is divided between its parts.
+"""Measure how much time each part of a decode step takes on a CPU.
 
     python -m loadtest.bench.profile_step --shape 0.1b --batches 1 16
 
-The engine uses compile_forward. Its kernels record their own time, and timers around the parts of a
-step measure the rest.
+The engine uses compile_forward. The kernels record their own time, and timers around methods of the
+engine measure the other parts of a step.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from loadtest.bench.random_prompts import random_prompt
 from loadtest.bench.timing import CallTimer
 from loadtest.command_line import Option, parse_command_line
 
-# The first steps run with cold caches.
+# The number of decode steps that are ignored, because they run with cold caches.
 _NUM_COLD_STEPS = 4
 
 _OPTIONS = {
@@ -69,7 +69,7 @@ class StepProfiler:
             self._timer.measure(Runner, name, "run")
 
     def step(self) -> tuple[int, StepParts]:
-        """Run one step of the engine. Return its number of answered requests, and its times."""
+        """Run one step. Return the number of answered requests, and the times of the step."""
         self._timer.seconds.clear()
         self._kernels.linear_ns = self._kernels.attention_ns = 0
         updates = self._engine.step()
@@ -77,7 +77,7 @@ class StepProfiler:
         step, run, forward, build = (
             self._timer.seconds[name] * 1e3 for name in ("step", "run", "forward", "build")
         )
-        # The forward pass contains the building of the batch, and the run contains both.
+        # The time of `forward` includes the time of `build`. The time of `run` includes both times.
         rest_of_the_model = forward - build - linear - attention
         parts = StepParts(
             step=step,
@@ -131,7 +131,7 @@ def median_parts(engine: Engine, profiler: StepProfiler, batch_size: int) -> Ste
     decode_steps = []
     while engine.has_work():
         num_answered, parts = profiler.step()
-        # A step with fewer answers still processed prompts.
+        # A step with fewer answered requests still computes prompts.
         if num_answered == batch_size:
             decode_steps.append(parts)
     columns = zip(*decode_steps[_NUM_COLD_STEPS:], strict=True)

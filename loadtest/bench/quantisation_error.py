@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
 
-# The number of tokens that the model reads at a time.
+# The number of tokens that the model processes at a time.
 WINDOW = 256
 
 
@@ -49,10 +49,10 @@ def read_windows(model: str, files: list[str], max_windows: int) -> Tensor:
 
 
 def row(weight_dtype: str, rounded: Tensor, exact: Tensor, windows: Tensor) -> list[str]:
-    """Return the row of the table for one setting.
+    """Return the row of the table for one weight_dtype.
 
-    `rounded` and `exact` are the log-probabilities of the model with these weights and with float32
-    weights.
+    `rounded` contains the log-probabilities of the model with this weight_dtype, and `exact`
+    contains those of the model with float32 weights.
     """
     # Each position predicts the next token, so the last position of a window predicts no token.
     predicted, targets = rounded[:, :-1].flatten(0, 1), windows[:, 1:].flatten()
@@ -63,7 +63,7 @@ def row(weight_dtype: str, rounded: Tensor, exact: Tensor, windows: Tensor) -> l
 
 
 def main() -> None:
-    """Measure all data types, and print the table."""
+    """Measure all data types of the weights, and print the table."""
     parser = command_line.parser(__doc__)
     parser.add_argument("model", help="the folder of the checkpoint")
     parser.add_argument("--text", required=True, nargs="+", help="text files to read")

@@ -58,8 +58,9 @@ class BertShape:
     def flops(self, lengths: list[int]) -> float:
         """Return the floating-point operations of all matrix products for texts of these lengths.
 
-        A layer multiplies each token with 12 * hidden_size**2 weights, and each pair of tokens of a
-        text with two vectors of hidden_size numbers.
+        A transformer layer needs 12 * hidden_size**2 multiplications for each token, and its
+        attention needs 2 * hidden_size multiplications for each pair of tokens of a text. A
+        multiplication and the addition of its result are two operations.
         """
         linear = 2 * 12 * self.hidden_size**2 * sum(lengths)
         attention = 2 * 2 * self.hidden_size * sum(length**2 for length in lengths)
@@ -69,8 +70,8 @@ class BertShape:
 def random_lengths(count: int, distribution: str) -> list[int]:
     """Return `count` numbers from 8 to 512.
 
-    With the distribution "uniform", all lengths are equally likely. With "log", short ones are more
-    likely: the logarithm of the length is distributed uniformly.
+    With the distribution "uniform", all numbers are equally likely. With "log", small numbers are
+    more likely: the logarithm of the number is distributed uniformly.
     """
     rng = random.Random(0)
     if distribution == "uniform":
@@ -80,13 +81,13 @@ def random_lengths(count: int, distribution: str) -> list[int]:
 
 
 def random_texts(lengths: list[int]) -> list[str]:
-    """Return texts for the embedder. `lengths` include the two special tokens of each text."""
+    """Return texts for the embedder. Each length includes the two special tokens of the text."""
     rng = random.Random(1)
     return [_random_words(rng, length - 2) for length in lengths]
 
 
 def random_pairs(lengths: list[int]) -> list[tuple[str, str]]:
-    """Return pairs for the reranker. `lengths` include the three special tokens of each pair."""
+    """Return pairs for the reranker. Each length includes the three special tokens of the pair."""
     rng = random.Random(2)
     pairs = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Prompts of random tokens. This module runs in the environment of each compared engine."""
+"""Prompts of random tokens. The programs of all compared engines import this module."""
 
 from random import Random
 

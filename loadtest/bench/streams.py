@@ -1,4 +1,4 @@
-"""Streaming requests to a server, and their speed."""
+"""Functions that send streaming requests to a server and measure their speed."""
 
 import asyncio
 import statistics
@@ -14,7 +14,7 @@ class Stream:
     """The times at which one request was sent and at which its responses arrived."""
 
     def __init__(self) -> None:
-        """Begin to measure. The request is sent now."""
+        """Store the current time as the time at which the request is sent."""
         self._sent = time.perf_counter()
         self._first = self._last = 0.0
         self.num_responses = 0
@@ -41,14 +41,15 @@ class Stream:
     def inter_token_latency(self) -> float:
         """The seconds from the first to the last response, divided by the tokens after the first.
 
-        If the server merges tokens, several tokens arrive in one response.
+        The tokens are counted instead of the responses, because the server can merge several tokens
+        into one response.
         """
         return (self._last - self._first) / max(1, self.num_tokens - 1)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The figures of all streams of one round. The times are medians of the streams in seconds."""
+    """The speed of all streams of one round. The times are medians of the streams in seconds."""
 
     num_responses: int
     tokens_per_s: float
@@ -58,7 +59,7 @@ class Speed:
 
     @classmethod
     def of(cls, streams: Sequence[Stream], seconds: float) -> "Speed":
-        """Return the figures of a round that has taken this number of seconds."""
+        """Return the speed of a round that consists of `streams` and took `seconds` seconds."""
         num_tokens = sum(stream.num_tokens for stream in streams)
         num_responses = sum(stream.num_responses for stream in streams)
         return cls(
@@ -76,7 +77,8 @@ async def read_stream(port: int, path: str, body: Mapping[str, Any]) -> Stream:
     Args:
         port: the port of the API.
         path: the path of the endpoint, such as "/v1/completions".
-        body: the fields of the request that differ. The response has exactly `max_tokens` tokens.
+        body: the fields of the request that this function does not set, such as "prompt". The field
+            "max_tokens" is required, and the response has exactly this number of tokens.
 
     Raises:
         RuntimeError: the response is an error or has another number of tokens.
@@ -94,7 +96,8 @@ async def read_stream(port: int, path: str, body: Mapping[str, Any]) -> Stream:
         async for event in answer.events():
             if "error" in event:
                 raise RuntimeError(event["error"])
-            # The first event of a chat has no usage, and the last event of a response no choices.
+            # Two kinds of events contain no tokens: the first event of a chat has no usage, and the
+            # last event of a response has no choices.
             if event["usage"] and event["choices"]:
                 stream.record(event["usage"]["completion_tokens"])
     if stream.num_tokens != body["max_tokens"]:

@@ -1,4 +1,4 @@
-"""Timers of the benchmarks."""
+"""Functions with which the benchmarks measure the time of calls."""
 
 import functools
 import time
@@ -34,7 +34,11 @@ class CallTimer:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def measure(self, owner: object, name: str, label: str) -> None:
-        """Replace the method `name` of an object or a class by one that measures its own time."""
+        """Measure the method `name` of an object or a class from now on.
+
+        The method is replaced by a function that calls the method and adds the time of the call to
+        `seconds[label]`.
+        """
         method = getattr(owner, name)
 
         @functools.wraps(method)

@@ -1,1 +1,1 @@
-"""Programs that run the same workload on other engines."""
+"""Programs that run the same workload on different engines."""

@@ -1,8 +1,8 @@
-"""OpenVINO and onnxruntime as compared embedders, for `bench_pooling`.
+"""A program that encodes texts with OpenVINO or onnxruntime, for `bench_pooling`.
 
-The program runs in the environment of `make bench-peers`. Its argument is a `Job` as JSON. The
-program prints "ready". Each line on its standard input is a batch size. For each line, the program
-encodes all texts in batches of this size and prints "done".
+The program runs in the Python environment that `make bench-peers` creates. The argument is a `Job`
+as JSON. The program loads the model and prints "ready". Each line on the standard input is a batch
+size. For each line, the program encodes all texts in batches of this size and prints "done".
 """
 
 import json
@@ -25,7 +25,7 @@ Forward = Callable[[Inputs], np.ndarray]
 
 @dataclass(frozen=True)
 class Job:
-    """The work of this program."""
+    """The argument of this program."""
 
     kind: str  # the library and the dtype, such as "OpenVINO int8", or "onnxruntime"
     checkpoint: str  # the folder of the model
@@ -52,15 +52,15 @@ def main() -> None:
     for line in sys.stdin:
         for inputs in batches(size=int(line)):
             mask = inputs["attention_mask"][..., None]
-            (forward(inputs) * mask).sum(1) / mask.sum(1)  # the mean of the tokens of each text
+            (forward(inputs) * mask).sum(1) / mask.sum(1)  # the mean over the tokens of a text
         print("done", flush=True)
 
 
 class Encoder(torch.nn.Module):
-    """A model that the exporters can trace.
+    """A wrapper of a model, which the exporters can trace.
 
-    The mask has four dimensions, because transformers 5.5 cannot trace its own conversion of a mask
-    with two dimensions.
+    The wrapper gives the model a mask with four dimensions, because torch cannot trace the code
+    with which transformers 5.5 converts a mask with two dimensions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -86,8 +86,8 @@ class Encoder(torch.nn.Module):
 def load_openvino(model: Encoder, samples: list[Inputs], job: Job) -> Forward:
     """Convert the model to OpenVINO, and return its forward pass.
 
-    With the kind "OpenVINO int8", weights and activations have 8 bits. The converted model is kept
-    in the folder of the checkpoint.
+    With the kind "OpenVINO int8", weights and activations have 8 bits. The converted model is
+    stored in the folder of the checkpoint, and later calls use this file.
     """
     import openvino
 
@@ -107,16 +107,19 @@ def load_openvino(model: Encoder, samples: list[Inputs], job: Job) -> Forward:
 
 
 def rounded_to_8_bits(model: object, samples: list[Inputs]) -> object:
-    """Return an OpenVINO model with 8-bit weights and activations, whose ranges `samples` show."""
+    """Return an OpenVINO model with 8-bit weights and activations.
+
+    The range of the activations is measured with the inputs `samples`.
+    """
     import nncf
 
     return nncf.quantize(model, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER)
 
 
 def load_onnxruntime(model: Encoder, samples: list[Inputs], job: Job) -> Forward:
-    """Export the model to ONNX, and return its forward pass in float32 with onnxruntime.
+    """Export the model to ONNX, and return its forward pass, which onnxruntime computes in float32.
 
-    The exported model is kept in the folder of the checkpoint.
+    The exported model is stored in the folder of the checkpoint, and later calls use this file.
     """
     import onnxruntime
 

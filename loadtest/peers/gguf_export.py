@@ -1,10 +1,10 @@
-"""Conversion of a Qwen3 checkpoint to GGUF, with or without quantization, for llama.cpp.
+"""A program that converts a Qwen3 checkpoint to GGUF for llama.cpp and can quantize the weights.
 
     python -m loadtest.peers.gguf_export CHECKPOINT FILE
     python -m loadtest.peers.gguf_export CHECKPOINT FILE Q4_K_M
 
-The package `gguf`, which belongs to llama.cpp, contains the names of tensors and metadata.
-llama.cpp itself quantizes the weights.
+The package `gguf`, which belongs to llama.cpp, defines the names of tensors and metadata. llama.cpp
+quantizes the weights.
 """
 
 import json
@@ -49,7 +49,7 @@ def export(checkpoint: Path, file: Path) -> None:
 
 
 def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Add the sizes of a model to a GGUF file. `config` is the content of config.json."""
+    """Add the metadata of a model to a GGUF file. `config` is the content of config.json."""
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -65,9 +65,9 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
-    """Write a GGUF file with the quantized weights of the GGUF file `source`.
+    """Quantize the weights of the GGUF file `source`, and write them to the GGUF file `target`.
 
-    `kind` is llama.cpp's name of the mixture of block types, such as "Q4_0" or "Q4_K_M".
+    `kind` is llama.cpp's name of the quantization, such as "Q4_0" or "Q4_K_M".
     """
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
@@ -77,7 +77,7 @@ def quantize(source: Path, target: Path, kind: str) -> None:
 
 
 def main() -> None:
-    """Export the checkpoint that the command line names."""
+    """Export the checkpoint, and quantize the weights if the command line contains a kind."""
     checkpoint, file, *kinds = sys.argv[1:]
     if not kinds:
         export(Path(checkpoint), Path(file))

@@ -1,4 +1,7 @@
-"""Run a program that prints one JSON object, with a time limit. Benchmarks run engines this way."""
+"""Functions that run a program with a time limit and return the JSON object that it prints.
+
+The benchmarks use them to run each compared engine in a process of its own.
+"""
 
 import contextlib
 import json
@@ -11,7 +14,7 @@ from typing import Any
 
 Report = dict[str, Any]
 
-# Seconds that a program may take to end after it has printed its result.
+# The number of seconds within which a program should end after it has printed its result.
 _ENDING_S = 5
 _POLL_S = 0.1
 _MAX_LINE_LENGTH = 200
@@ -20,9 +23,9 @@ _MAX_LINE_LENGTH = 200
 def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> Report:
     """Run a program and return the JSON object that it prints, or {"error": ...} if it prints none.
 
-    The function returns soon after the program has printed its result, even if its own threads
-    keep it alive. A program that does not end is killed together with its process group, because
-    children could keep its output open. `limit_s` is the time limit for the result.
+    The function returns soon after the program has printed its result, even if threads of the
+    program keep it alive. A program that does not end is killed together with its process group, so
+    that its child processes end, too. `limit_s` is the time limit for the result in seconds.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -36,8 +39,8 @@ def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> 
                 return report
             exit_code = process.poll()
         finally:
-            # The group must be killed before the process is waited for. Afterwards, another process
-            # group could have the same id.
+            # The process group must be killed before `wait` frees the process id. Afterwards,
+            # another process group could have the same id.
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -53,11 +56,12 @@ def wait_for_report(
 ) -> Report | None:
     """Wait until a program has printed a JSON object as one line of the file `output`.
 
-    Return None if the program ends or the time limit is over before.
+    Return the object, or None if the program ends or the time limit is exceeded before that.
     """
     end = time.monotonic() + limit_s
     while True:
-        # The output is read after this call, because the program could print the object between.
+        # The output must be read after this call. Otherwise, the program could print the object
+        # after the output is read and then end, and the object would be missed.
         has_ended = process.poll() is not None
         for line in reversed(text_of(output).splitlines(keepends=True)):
             if line.startswith("{") and line.endswith("}\n"):
@@ -69,5 +73,5 @@ def wait_for_report(
 
 
 def text_of(file: int) -> str:
-    """Return a file's text without moving the offset at which the program keeps writing."""
+    """Return a file's text without changing the offset, which the writing program uses, too."""
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")

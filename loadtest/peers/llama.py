@@ -1,7 +1,7 @@
-"""llama.cpp as a compared engine, through the low-level interface of llama-cpp-python.
+"""A program that measures llama.cpp, through the low-level interface of llama-cpp-python.
 
-The program converts the checkpoint to GGUF. It runs in an environment of its own
-(`make bench-peers`) without torch.
+The program converts the checkpoint to GGUF. It runs in a Python environment without torch, which
+`make bench-peers` creates.
 """
 
 import math
@@ -19,9 +19,9 @@ import numpy as np
 from loadtest.peers.workload import Peer, Prompts, Settings, Workload, main
 
 _STEP_TOKENS = 512
-# The space of a sequence in the KV cache is rounded up to a multiple of this number of tokens.
+# The size of a sequence in the KV cache is rounded up to a multiple of this number of tokens.
 _SPACE_MULTIPLE = 256
-# llama.cpp accepts this number instead of the index of the last row.
+# llama.cpp interprets this row number as the last row.
 _LAST_ROW = -1
 
 
@@ -29,18 +29,19 @@ class Token(NamedTuple):
     """A token in a batch of llama.cpp."""
 
     token_id: int
-    position: int  # in the sequence
+    position: int  # the position in the sequence
     sequence: int  # the number of the sequence
     has_logits: bool  # whether llama.cpp computes the logits after this token
 
 
 class LlamaCpp(Peer):
-    """A llama.cpp model. Each call creates a context with one sequence for each prompt."""
+    """A llama.cpp model. Each call of `generate` creates a context with a sequence per prompt."""
 
     def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
         file = gguf_file(Path(path), settings.get("gguf_type"))
         lib.llama_backend_init()
-        # llama.cpp calls this function during the whole run, so it must not be freed.
+        # llama.cpp calls this function during the whole run, so the attribute keeps the function
+        # alive.
         self._ignore_log = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._ignore_log, None)
         self._model = lib.llama_model_load_from_file(
@@ -95,7 +96,7 @@ class LlamaCpp(Peer):
         batch: Any,  # noqa: ANN401 - a ctypes structure
         tokens: Sequence[Token],
     ) -> None:
-        """Run the model with these tokens."""
+        """Run one step of the model with `tokens`."""
         batch.n_tokens = len(tokens)
         for row, token in enumerate(tokens):
             batch.token[row] = token.token_id
@@ -108,7 +109,7 @@ class LlamaCpp(Peer):
             raise RuntimeError(f"llama_decode failed with the error code {code}.")
 
     def _most_likely_token(self, context: object, row: int) -> int:
-        """Return the most likely token after a row of the last step."""
+        """Return the token with the highest logit in row `row` of the last step's logits."""
         logits = np.ctypeslib.as_array(
             lib.llama_get_logits_ith(context, row), shape=(self._vocab_size,)
         )
@@ -116,7 +117,7 @@ class LlamaCpp(Peer):
 
 
 def prompt_steps(prompt: Sequence[int], sequence: int) -> Iterator[list[Token]]:
-    """Divide a prompt into steps. Only the last token of the prompt needs logits."""
+    """Yield the tokens of each step for one prompt. Only the last token of the prompt has logits."""
     tokens = [
         Token(token_id, position, sequence, has_logits=position == len(prompt) - 1)
         for position, token_id in enumerate(prompt)

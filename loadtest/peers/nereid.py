@@ -1,4 +1,4 @@
-"""Nereid's engine in process, as a compared engine."""
+"""A program that measures Nereid's engine, which runs in the process of the program."""
 
 from nereid_backend import Engine, EngineConfig, SamplingParams
 
@@ -6,7 +6,7 @@ from loadtest.peers.workload import Peer, Prompts, Settings, Workload, main
 
 
 class Nereid(Peer):
-    """One engine. Its prefix cache has no effect, because every prompt is random."""
+    """Nereid's engine. The prefix cache has no effect, because every prompt is random."""
 
     def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
         defaults = {

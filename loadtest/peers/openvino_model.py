@@ -1,8 +1,8 @@
-"""OpenVINO as a compared engine, with models that optimum-intel converts.
+"""A program that measures OpenVINO.
 
-The program converts the checkpoint to OpenVINO's format. It runs in an environment of its own
-(`make bench-peers`). OpenVINO's default settings decide the precision of the computation and of the
-KV cache.
+The program converts the checkpoint to OpenVINO's format with optimum-intel. It runs in a Python
+environment that `make bench-peers` creates. OpenVINO's default settings determine the precision of
+the computation and of the KV cache.
 """
 
 import subprocess
@@ -71,8 +71,8 @@ def converted(checkpoint: Path, weight_format: str) -> Path:
 def keep_last_logits(model: openvino.Model) -> None:
     """Change a model so that it computes logits only for the last token of each sequence.
 
-    OpenVINO's pipeline for text generation makes the same change. Without it, a prompt of 512
-    tokens needs 512 products with the output layer instead of one.
+    OpenVINO's pipeline for text generation makes the same change. Without the change, the output
+    layer would be computed for all 512 tokens of a prompt with 512 tokens, and not only for one.
     """
     product = model.output("logits").get_node()
     while product.get_type_name() != "MatMul":

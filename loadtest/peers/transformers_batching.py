@@ -1,8 +1,8 @@
-"""The continuous batching of transformers, which `generate_batch` uses, as a compared engine.
+"""A program that measures the continuous batching of transformers, which `generate_batch` uses.
 
-The program keeps the manager of `generate_batch` between batches, as a service would, because
-`generate_batch` creates a new cache for each batch. The cache has the size of the largest batch,
-because its default size is most of the memory.
+`generate_batch` creates a new KV cache for each batch. The program instead uses one manager with
+one KV cache for all batches, as a service would. The cache is as large as the largest batch
+requires, because a cache of the default size would use most of the memory.
 """
 
 import math
@@ -18,7 +18,7 @@ _TIMEOUT_S = 600.0
 
 
 class GenerateBatch(Peer):
-    """A model with default settings, and its running manager of continuous batching."""
+    """A model of transformers, and the running manager that batches requests for the model."""
 
     def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
         del settings
@@ -56,7 +56,10 @@ class GenerateBatch(Peer):
 
 
 def _num_pages(workload: Workload) -> int:
-    """Return the number of pages for the largest batch and for the longest prompt, plus a spare."""
+    """Return the number of cache pages that the largest batch or the longest prompt needs.
+
+    One spare page is added.
+    """
     sequence_pages = _pages_of(workload.context + workload.answer)
     batch_pages = max([1, *workload.decode]) * sequence_pages
     longest_prompt = max([workload.context, *workload.prefill])

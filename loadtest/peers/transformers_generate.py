@@ -1,4 +1,4 @@
-"""`generate` of transformers with static batches, as a compared engine.
+"""A program that measures `generate` of transformers, which uses static batches.
 
 All prompts of a batch have the same length, so that no padding is needed.
 """
@@ -10,7 +10,7 @@ from loadtest.peers.workload import Peer, Prompts, Settings, Workload, main
 
 
 class Generate(Peer):
-    """A model with default settings."""
+    """A model of transformers with default settings."""
 
     def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
         del settings

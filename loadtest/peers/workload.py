@@ -1,6 +1,6 @@
-"""The workload of the engine comparison, and the measurement of its times.
+"""The workload of the engine comparison, and the functions that measure an engine.
 
-This module runs in the environment of each engine, so it needs only the standard library.
+This module runs in the Python environment of each engine, so it needs only the standard library.
 
 The program of an engine takes three arguments: the folder of a checkpoint, a `Workload` as JSON and
 the engine's settings as JSON. It loads the checkpoint, runs the workload and prints one JSON object
@@ -28,7 +28,7 @@ Settings = dict[str, Any]
 class Workload:
     """The work that each engine does."""
 
-    dtype: Literal["float32", "bfloat16"]  # of the weights
+    dtype: Literal["float32", "bfloat16"]  # the dtype of the weights
     threads: int
     vocab_size: int
     prefill: Sequence[int]  # the lengths of the single prompts whose computation is measured
@@ -37,7 +37,8 @@ class Workload:
     answer: int  # the number of generated tokens in the measurements of decode
     repeat: int  # the number of measurements
     # With the CPU clock, the CPU time of the process is measured instead of wall time. On a machine
-    # with other work, CPU time varies less. With more than one thread, it has no meaning.
+    # with other work, CPU time varies less than wall time. CPU time has no meaning if the engine
+    # has more than one thread.
     has_cpu_clock: bool = False
 
     @property
@@ -54,11 +55,11 @@ class Peer:
         raise NotImplementedError
 
     def memory(self) -> dict[str, float]:
-        """Return figures about the engine's memory."""
+        """Return sizes of the engine's memory in bytes, by their keys in the report."""
         return {}
 
     def close(self) -> None:
-        """End the threads that would keep the program running."""
+        """Stop the threads that would keep the program running."""
 
 
 def main(load: Callable[[str, Workload, Settings], Peer]) -> None:
@@ -96,16 +97,16 @@ class Measurement:
         self._peer.generate(self._new_prompts(1, 16), 4)
 
     def prefill_rate(self, length: int) -> float:
-        """Return the tokens/s of computing a prompt of this length."""
+        """Return the speed in tokens/s at which a prompt of `length` tokens is computed."""
         times = [self._generation_s(1, length, 1) for _ in range(self._workload.repeat)]
         return length / statistics.median(times)
 
     def decode_rate(self, batch_size: int) -> float:
-        """Return the tokens/s of decode.
+        """Return the speed of decode in tokens/s.
 
         The time of decode is the time of whole answers minus the time of the prompts and first
-        tokens. Return 0 if this difference is smaller than the variation of the prompts' times.
-        Longer answers or more repetitions help in this case.
+        tokens. Return 0 if this difference is not positive, because the times of the prompts vary
+        too much. In this case, measure longer answers or repeat the measurement more often.
         """
         context, answer = self._workload.context, self._workload.answer
         times = []
@@ -116,7 +117,10 @@ class Measurement:
         return batch_size * (answer - 1) / decode_s if decode_s > 0 else 0.0
 
     def _generation_s(self, batch_size: int, length: int, num_tokens: int) -> float:
-        """Return the seconds in which the engine answers new prompts with `num_tokens` tokens."""
+        """Return the seconds that the engine needs to answer `batch_size` new prompts.
+
+        Each prompt has `length` tokens, and each answer has `num_tokens` tokens.
+        """
         prompts = self._new_prompts(batch_size, length)
         return seconds_of(lambda: self._peer.generate(prompts, num_tokens), self._workload.clock)
 

@@ -117,7 +117,7 @@ class LlamaCpp(Peer):
 
 
 def prompt_steps(prompt: Sequence[int], sequence: int) -> Iterator[list[Token]]:
-    """Yield the tokens of each step for one prompt. Only the last token of the prompt has logits."""
+    """Yield the tokens of each step for one prompt. Only the last token of a prompt has logits."""
     tokens = [
         Token(token_id, position, sequence, has_logits=position == len(prompt) - 1)
         for position, token_id in enumerate(prompt)

@@ -14,7 +14,13 @@ from torch import Tensor
 from train_pooling import EMBEDDER, PROMPTS, RERANKER, embed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertModel
 
-FLOORS = {"embedder": 0.80, "reranker": 0.90, "embedder, then reranker": 0.90}
+FLOORS = {
+    "random order": 0.0,
+    "embedder": 0.80,
+    "reranker": 0.90,
+    "embedder, then reranker": 0.90,
+}
+"""The smallest accepted nDCG@10 of each ranking."""
 _DEPTH = 10
 _RETRIEVED = 20
 
@@ -34,10 +40,17 @@ def ndcg(order: Sequence[int], relevant: frozenset[int], depth: int = _DEPTH) ->
     The gain of a passage is 1 if it is relevant, otherwise 0.
 
     Source: Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002.
+
+    Args:
+        order: The numbers of the passages, the best one first.
+        relevant: The numbers of the relevant passages.
+        depth: The number of places.
     """
-    gains = (1 / math.log2(place + 2) for place, at in enumerate(order[:depth]) if at in relevant)
-    best = sum(1 / math.log2(place + 2) for place in range(min(depth, len(relevant))))
-    return sum(gains) / best
+    discounts = [1 / math.log2(place + 2) for place in range(depth)]
+    gain = sum(
+        discount for discount, passage in zip(discounts, order, strict=False) if passage in relevant
+    )
+    return gain / sum(discounts[: len(relevant)])
 
 
 class Embedder:
@@ -79,23 +92,24 @@ def table(embedder_folder: Path = EMBEDDER, reranker_folder: Path = RERANKER) ->
     library = fixed_library()
     questions = held_out(library)
     embedder, reranker = Embedder(embedder_folder), Reranker(reranker_folder)
-    asked = embedder.encode([PROMPTS["query"] + question.text for question in questions])
-    similarities = asked @ embedder.encode(library.passages).T
-    orders: dict[str, list[list[int]]] = {name: [] for name in ("random order", *FLOORS)}
+    question_vectors = embedder.encode([PROMPTS["query"] + question.text for question in questions])
+    similarities = question_vectors @ embedder.encode(library.passages).T
+    all_passages = list(range(len(library.passages)))
     rng = Random("random order")
+    scores: dict[str, list[float]] = {name: [] for name in FLOORS}
     for question, row in zip(questions, similarities, strict=True):
-        everything = list(range(len(library.passages)))
-        orders["random order"].append(rng.sample(everything, len(everything)))
-        retrieved = row.argsort(descending=True).tolist()
-        orders["embedder"].append(retrieved)
-        orders["reranker"].append(_reranked(reranker, question, library, everything))
-        orders["embedder, then reranker"].append(
-            _reranked(reranker, question, library, retrieved[:_RETRIEVED])
-        )
-    return [
-        Row(name, _mean_ndcg(ranked, questions), FLOORS.get(name, 0.0))
-        for name, ranked in orders.items()
-    ]
+        by_similarity = row.argsort(descending=True).tolist()
+        orders = {
+            "random order": rng.sample(all_passages, len(all_passages)),
+            "embedder": by_similarity,
+            "reranker": _reranked(reranker, question, library, all_passages),
+            "embedder, then reranker": _reranked(
+                reranker, question, library, by_similarity[:_RETRIEVED]
+            ),
+        }
+        for name, order in orders.items():
+            scores[name].append(ndcg(order, question.relevant))
+    return [Row(name, sum(scores[name]) / len(questions), floor) for name, floor in FLOORS.items()]
 
 
 def num_questions() -> int:
@@ -104,12 +118,8 @@ def num_questions() -> int:
 
 
 def _reranked(
-    reranker: Reranker, question: Question, library: Library, chosen: Sequence[int]
+    reranker: Reranker, question: Question, library: Library, passages: Sequence[int]
 ) -> list[int]:
-    scores = reranker.score(question.text, [library.passages[at] for at in chosen])
-    return [chosen[place] for place in scores.argsort(descending=True).tolist()]
-
-
-def _mean_ndcg(orders: list[list[int]], questions: list[Question]) -> float:
-    values = [ndcg(order, q.relevant) for order, q in zip(orders, questions, strict=True)]
-    return sum(values) / len(values)
+    """Return the numbers of the passages in the reranker's order."""
+    scores = reranker.score(question.text, [library.passages[number] for number in passages])
+    return [passages[place] for place in scores.argsort(descending=True).tolist()]

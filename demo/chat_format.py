@@ -14,7 +14,7 @@ from lessons import Dialogue
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
+TEMPLATE_FILE = Path(__file__).parent / "chat" / "chat_template.jinja"
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 # The markers are not special tokens, because decoding must keep them: the server finds reasoning

@@ -55,7 +55,7 @@ from transformers import (
 FOLDER = Path(__file__).with_name("see")
 WORK = Path(__file__).with_name("unfinished_see")
 TOKENIZER = Path(__file__).with_name("chat")
-TEMPLATE_FILE = Path(__file__).with_name("see_template.jinja")
+TEMPLATE_FILE = Path(__file__).parent / "see" / "chat_template.jinja"
 IMAGE_TOKEN = "<image>"
 _USER = f"{TURN_START}user\n"
 # The share of the rows with an earlier turn about another drawing, and of those without a drawing.

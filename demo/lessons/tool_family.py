@@ -172,7 +172,7 @@ def done(answer: str) -> Result:
     return result
 
 
-def single_value(keys: str, make: Callable[[Random], Any], answer: str) -> Result:
+def returns(keys: str, make: Callable[[Random], Any], answer: str) -> Result:
     """Make a `result` of one value, which `make` draws and the answer contains as `{found}`.
 
     The tool returns the value as text, or in an object under the key `result` or one of `keys`.

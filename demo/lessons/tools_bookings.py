@@ -6,7 +6,7 @@ from random import Random
 
 from . import tool_values, words
 from .base import listing
-from .tool_family import CITY, Filled, done, family, fill, one_of, parameter, pick, single_value
+from .tool_family import CITY, Filled, done, family, fill, one_of, parameter, pick, returns
 
 _fill_journey = fill(
     start=words.city,
@@ -77,7 +77,7 @@ FAMILIES = (
         "Book a flight from {start} to {goal}.|"
         "Show me flights from {start} to {goal} on {date}.",
         _fill_journey,
-        single_value(
+        returns(
             "flight flight_number",
             tool_values.code,
             "I found flight {found} from {start} to {goal}.",
@@ -104,7 +104,7 @@ FAMILIES = (
         "Find the way from {start} to {goal} by {mode}.|"
         "Navigate from {start} to {goal}.",
         _fill_journey,
-        single_value("route path", words.made_up, "Take the route over {found}."),
+        returns("route path", words.made_up, "Take the route over {found}."),
     ),
     family(
         "distance",
@@ -118,7 +118,7 @@ FAMILIES = (
         "What is the distance between {start} and {goal}?|"
         "Distance from {start} to {goal}|How far is {goal} from {start}?",
         _fill_journey,
-        single_value(
+        returns(
             "distance km kilometers",
             words.number,
             "The distance from {start} to {goal} is {found} km.",
@@ -139,7 +139,7 @@ FAMILIES = (
         "Book a hotel for {guests} people in {city} for {nights} nights.|"
         "Reserve a room in {city}, {nights} nights, {guests} guests.",
         fill(city=words.city, nights=tool_values.small(2, 14), guests=tool_values.small(2, 6)),
-        single_value("hotel name", tool_values.title, "I found the hotel {found} in {city}."),
+        returns("hotel name", tool_values.title, "I found the hotel {found} in {city}."),
     ),
     family(
         "music",

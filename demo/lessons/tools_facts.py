@@ -15,7 +15,7 @@ from .tool_family import (
     fill,
     one_of,
     parameter,
-    single_value,
+    returns,
 )
 
 _SKIES = words.split("sunny cloudy rainy windy clear snowy foggy")
@@ -112,7 +112,7 @@ def _binary(word: str, symbol: str, names: str, requests: str) -> Family:
         ),
         requests,
         fill(a=words.number, b=words.number),
-        single_value(
+        returns(
             "result sum value answer",
             lambda rng: words.number(rng, 5),
             f"{{a}} {symbol} {{b}} = {{found}}.",
@@ -178,7 +178,7 @@ FAMILIES = (
         "Do you know what time it is in {city}?|Give me the local time in {city}.|"
         "What is the current time in {city}?|What is the time in {city}?",
         fill(city=words.city),
-        single_value("time current_time local_time", words.clock, "It is {found} in {city}."),
+        returns("time current_time local_time", words.clock, "It is {found} in {city}."),
         "city",
     ),
     family(
@@ -197,7 +197,7 @@ FAMILIES = (
         "Tell me the time in {zone}.|Current time in {zone}|"
         "What is the time in {zone} now?|Time in {zone}",
         _fill_zone,
-        single_value("time current_time", words.clock, "It is {found} in {zone}."),
+        returns("time current_time", words.clock, "It is {found} in {zone}."),
         "zone",
     ),
     family(
@@ -208,7 +208,7 @@ FAMILIES = (
         "What time is it?|What's the time?|Tell me the time.|What time is it now?|"
         "What is the current time?|Do you know the time?|How late is it?",
         fill(),
-        single_value("time now", words.clock, "It is {found}."),
+        returns("time now", words.clock, "It is {found}."),
     ),
     family(
         "date",
@@ -218,7 +218,7 @@ FAMILIES = (
         "What day is it?|What is the date today?|What's the date?|"
         "Tell me today's date.|What day is today?|Which day is it?",
         fill(),
-        single_value("date today", tool_values.date, "Today is {found}."),
+        returns("date today", tool_values.date, "Today is {found}."),
     ),
     family(
         "add subtract multiply divide",
@@ -237,9 +237,7 @@ FAMILIES = (
         "Please work out {expression}.|Can you calculate {expression}?|"
         "Use the calculator: {expression}|Evaluate {expression}.|Solve {expression}.",
         _fill_expression,
-        single_value(
-            "result value answer", lambda rng: words.number(rng, 6), "{expression} = {found}."
-        ),
+        returns("result value answer", lambda rng: words.number(rng, 6), "{expression} = {found}."),
     ),
     _binary(
         "add",
@@ -296,7 +294,7 @@ FAMILIES = (
             ),
             limit=tool_values.small(2, 30),
         ),
-        single_value("title result page", words.made_up, "I found: {found}."),
+        returns("title result page", words.made_up, "I found: {found}."),
     ),
     family(
         "wikipedia",
@@ -307,6 +305,6 @@ FAMILIES = (
         "What does Wikipedia say about {topic}?|"
         "Find the Wikipedia article about {topic}.",
         fill(topic=one_of(tool_values.phrase, words.full_name, words.city)),
-        single_value("title summary", words.made_up, "I found: {found}."),
+        returns("title summary", words.made_up, "I found: {found}."),
     ),
 )

@@ -18,7 +18,7 @@ from .tool_family import (
     one_of,
     parameter,
     pick,
-    single_value,
+    returns,
 )
 
 _ROOM = pick("kitchen|bedroom|bathroom|hall|office|garden|garage|living room")
@@ -205,7 +205,7 @@ FAMILIES = (
         "Population of {city}|Get the population of {city}.|"
         "How big is the population of {city}?|Tell me the population of {city}.",
         fill(city=words.city),
-        single_value(
+        returns(
             "population inhabitants count people",
             lambda rng: words.number(rng, 7),
             "{city} has {found} inhabitants.",
@@ -221,7 +221,7 @@ FAMILIES = (
         "Which city is the capital of {country}?|Get the capital of {country}.|"
         "Tell me the capital of {country}.",
         fill(country=_country),
-        single_value("capital city", words.made_up, "The capital of {country} is {found}."),
+        returns("capital city", words.made_up, "The capital of {country} is {found}."),
         "country",
     ),
     family(
@@ -239,7 +239,7 @@ FAMILIES = (
         "Find the number of {name}.|Give me {name}'s telephone number.|"
         "How can I call {name}?|Look up the phone number of {name}.",
         fill(name=words.full_name),
-        single_value(
+        returns(
             "phone number phone_number",
             lambda rng: str(rng.randint(10000, 99999)),
             "The number of {name} is {found}.",
@@ -265,7 +265,7 @@ FAMILIES = (
         "Latest news about {topic}|Get news on {topic}.|Any news about {topic}?|"
         "What are the headlines about {topic}?|What is the latest news on {topic}?",
         fill(topic=one_of(tool_values.phrase, words.city, tool_values.title)),
-        single_value("headline title", tool_values.title, "The news: {found}."),
+        returns("headline title", tool_values.title, "The news: {found}."),
     ),
     family(
         "user",
@@ -297,7 +297,7 @@ FAMILIES = (
         "Load the user with the id {id}.|Get the user with ID {id}.|"
         "Look up user number {id}.",
         fill(id=words.number),
-        single_value("name user", words.full_name, "User {id} is {found}."),
+        returns("name user", words.full_name, "User {id} is {found}."),
     ),
     family(
         "dice",
@@ -312,7 +312,7 @@ FAMILIES = (
         "Choose a random number from {low} to {high}.|"
         "Generate a random number between {low} and {high}.",
         fill(low=tool_values.small(0, 20), high=tool_values.small(21, 999)),
-        single_value("number value", tool_values.small(1, 99), "The number is {found}."),
+        returns("number value", tool_values.small(1, 99), "The number is {found}."),
     ),
     family(
         "reverse",
@@ -322,7 +322,7 @@ FAMILIES = (
         "Reverse the text {text}.|Reverse '{text}'.|Write {text} backwards.|"
         'Reverse the word {text}.|Reverse the string "{text}".',
         fill(text=tool_values.phrase),
-        single_value("reversed text", words.made_up, "Backwards: {found}."),
+        returns("reversed text", words.made_up, "Backwards: {found}."),
     ),
     family(
         "file",
@@ -332,7 +332,7 @@ FAMILIES = (
         "Read the file {path}.|Open {path}.|Show me the file {path}.|"
         "What is in {path}?|Read {path}.|What does the file {path} say?|Load {path}.",
         fill(path=tool_values.file_name),
-        single_value("content text", words.message, "The file says: {found}."),
+        returns("content text", words.message, "The file says: {found}."),
     ),
     family(
         "remove",
@@ -352,7 +352,7 @@ FAMILIES = (
         "Tell me a joke.|Do you know a joke?|Make me laugh.|Say something funny.|"
         "A joke, please.|Can you tell me a joke?",
         fill(),
-        single_value("joke text", words.message, "{found}"),
+        returns("joke text", words.message, "{found}"),
     ),
     family(
         "movie",
@@ -366,7 +366,7 @@ FAMILIES = (
         "Search for the movie {title} from {year}.|What is the movie {title} about?|"
         "Find the film {title} of {year}.",
         fill(title=tool_values.title, year=tool_values.small(1930, 2024)),
-        single_value("director made_by", words.full_name, "{title} was made by {found}."),
+        returns("director made_by", words.full_name, "{title} was made by {found}."),
     ),
     family(
         "prime",
@@ -375,7 +375,7 @@ FAMILIES = (
         (parameter("n", "n number value num", "integer"),),
         "Is {n} prime?|Is {n} a prime number?|Check if {n} is prime.|Tell me whether {n} is prime.",
         fill(n=words.number),
-        single_value("is_prime prime", pick("true false"), "Prime: {found}."),
+        returns("is_prime prime", pick("true false"), "Prime: {found}."),
     ),
     family(
         "vacation",
@@ -399,7 +399,7 @@ FAMILIES = (
         "What is the status of order {id}?|Where is my order {id}?|"
         "Check the order {id}.|Order status of {id}|Has order {id} been shipped?",
         fill(id=tool_values.code),
-        single_value(
+        returns(
             "status state",
             pick("shipped delivered cancelled packed late open"),
             "The order {id} is {found}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from . import tool_values, words
-from .tool_family import Filled, done, family, fill, one_of, parameter, pick, single_value
+from .tool_family import Filled, done, family, fill, one_of, parameter, pick, returns
 
 CURRENCIES = {
     "EUR": "euros",
@@ -185,7 +185,7 @@ FAMILIES = (
         "Show me the quote for {symbol}.|What's the current price of {symbol} stock?|"
         "How is {symbol} stock doing?|Price of {symbol} stock",
         _fill_stock,
-        single_value(
+        returns(
             "price value quote",
             lambda rng: round(words.number(rng, 3) + rng.randint(0, 99) / 100, 2),
             "The price of {symbol} is {found}.",
@@ -223,7 +223,7 @@ FAMILIES = (
             ),
             language=_LANGUAGE,
         ),
-        single_value("translation text translated_text", words.made_up, "In {language}: {found}."),
+        returns("translation text translated_text", words.made_up, "In {language}: {found}."),
     ),
     family(
         "currency",
@@ -253,7 +253,7 @@ FAMILIES = (
         "What is {amount} {source} in {target}?|"
         "Can you convert {amount} {source} to {target}?",
         _fill_money,
-        single_value(
+        returns(
             "result converted value amount", words.number, "{amount} {source} is {found} {target}."
         ),
     ),
@@ -270,7 +270,7 @@ FAMILIES = (
         "Get the exchange rate between {source} and {target}.|"
         "How many {target} is one {source}?",
         _fill_money,
-        single_value(
+        returns(
             "rate exchange_rate",
             lambda rng: round(rng.random() * 3, 2),
             "The rate from {source} to {target} is {found}.",
@@ -288,6 +288,6 @@ FAMILIES = (
         "Convert {value} {source} to {target}.|How many {target} are {value} {source}?|"
         "What is {value} {source} in {target}?|Change {value} {source} into {target}.",
         _fill_units,
-        single_value("result value", words.number, "{value} {source} is {found} {target}."),
+        returns("result value", words.number, "{value} {source} is {found} {target}."),
     ),
 )

@@ -6,7 +6,7 @@ from random import Random
 
 from . import tool_values, words
 from .base import listing
-from .tool_family import Filled, done, family, fill, parameter, pick, single_value
+from .tool_family import Filled, done, family, fill, parameter, pick, returns
 
 
 def _fill_door(rng: Random) -> Filled:
@@ -31,7 +31,7 @@ FAMILIES = (
         "What is the air quality in {city}?|How good is the air in {city}?|"
         "Get the air quality for {city}.",
         fill(city=words.city),
-        single_value("index aqi", tool_values.small(1, 200), "The index is {found}."),
+        returns("index aqi", tool_values.small(1, 200), "The index is {found}."),
     ),
     family(
         "package",
@@ -40,7 +40,7 @@ FAMILIES = (
         (parameter("id", "tracking_number"),),
         "Track the package {id}.|Where is my package {id}?|Track package {id}, please.",
         fill(id=tool_values.code),
-        single_value("status state", pick("shipped late"), "The status is {found}."),
+        returns("status state", pick("shipped late"), "The status is {found}."),
     ),
     family(
         "horoscope",
@@ -50,7 +50,7 @@ FAMILIES = (
         "What is the horoscope for {sign}?|Give me the horoscope of {sign}.|"
         "My sign is {sign}, what is my horoscope?",
         fill(sign=pick("aries leo virgo libra pisces")),
-        single_value("text horoscope", words.message, "The horoscope is {found}."),
+        returns("text horoscope", words.message, "The horoscope is {found}."),
     ),
     family(
         "word",
@@ -60,7 +60,7 @@ FAMILIES = (
         "Define the word {word}.|What is the definition of {word}?|"
         "Look up the definition of {word}.",
         fill(word=tool_values.lower_word),
-        single_value("definition meaning", tool_values.phrase, "The definition is {found}."),
+        returns("definition meaning", tool_values.phrase, "The definition is {found}."),
     ),
     family(
         "cooking",
@@ -74,7 +74,7 @@ FAMILIES = (
         "Find me a recipe with {ingredient} for {servings} servings.|"
         "I need a recipe with {ingredient}.",
         fill(ingredient=lambda rng: rng.choice(words.NOUNS), servings=tool_values.small(2, 9)),
-        single_value("title recipe", tool_values.title, "The recipe is {found}."),
+        returns("title recipe", tool_values.title, "The recipe is {found}."),
     ),
     family(
         "car",
@@ -95,7 +95,7 @@ FAMILIES = (
         "What is the status of flight {flight}?|Is flight {flight} on time?|"
         "Check the flight status of {flight}.",
         fill(flight=tool_values.code),
-        single_value("status", pick("late landed"), "The status is {found}."),
+        returns("status", pick("late landed"), "The status is {found}."),
     ),
     family(
         "letters",
@@ -105,7 +105,7 @@ FAMILIES = (
         "Count the letters of the word {word}.|Count the letters in {word}.|"
         "How many letters does the word {word} have?",
         fill(word=tool_values.lower_word),
-        single_value("letters count", tool_values.small(2, 12), "The count is {found}."),
+        returns("letters count", tool_values.small(2, 12), "The count is {found}."),
     ),
     family(
         "sunrise",
@@ -115,7 +115,7 @@ FAMILIES = (
         "When is sunrise in {city}?|When is the sunrise in {city} on {date}?|"
         "Get the sunrise time for {city} on {date}.",
         fill(city=words.city, date=tool_values.date),
-        single_value("sunrise time", words.clock, "The sunrise is {found}."),
+        returns("sunrise time", words.clock, "The sunrise is {found}."),
     ),
     family(
         "birthday",
@@ -124,7 +124,7 @@ FAMILIES = (
         (parameter("name", "name"),),
         "When is the birthday of {name}?|When is {name}'s birthday?|Get the birthday of {name}.",
         fill(name=words.first_name),
-        single_value("birthday date", tool_values.date, "The birthday is {found}."),
+        returns("birthday date", tool_values.date, "The birthday is {found}."),
     ),
     family(
         "door",
@@ -147,7 +147,7 @@ FAMILIES = (
             country=pick("France Germany Italy Spain Norway Kenya"),
             year=tool_values.small(2020, 2030),
         ),
-        single_value("count", tool_values.small(5, 20), "The count is {found}."),
+        returns("count", tool_values.small(5, 20), "The count is {found}."),
     ),
     family(
         "cancel",
@@ -178,7 +178,7 @@ FAMILIES = (
         "Show me the lyrics of {song} by {artist}.|"
         "What are the lyrics of {song} by {artist}?",
         fill(song=tool_values.title, artist=words.full_name),
-        single_value("lyrics text", words.message, "The lyrics are {found}."),
+        returns("lyrics text", words.message, "The lyrics are {found}."),
     ),
     family(
         "root",
@@ -188,7 +188,7 @@ FAMILIES = (
         "What is the square root of {number}?|Square root of {number}|"
         "Compute the square root of {number}.",
         fill(number=words.number),
-        single_value("result root", words.number, "The result is {found}."),
+        returns("result root", words.number, "The result is {found}."),
     ),
     family(
         "tags",

@@ -18,6 +18,7 @@ MAX_BYTES = 20_000_000
 
 
 def prompt(examinee, messages, tools=None, thinking=False):
+    """Render messages, or one message of the user if `messages` is a text."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     return examinee.tokenizer.apply_chat_template(
@@ -30,7 +31,8 @@ def prompt(examinee, messages, tools=None, thinking=False):
 
 
 def ask(examinee, messages, tools=None, thinking=False):
-    return read_reply(examinee.answer([prompt(examinee, messages, tools, thinking)])[0])
+    (text,) = examinee.answer([prompt(examinee, messages, tools, thinking)])
+    return read_reply(text)
 
 
 def tool(name, description="", required=None, **properties):
@@ -60,16 +62,11 @@ def test_the_folder_has_every_file_and_is_small(checkpoint):
 
 
 def test_the_checkpoint_was_trained_with_the_recipes_that_the_readme_names(checkpoint):
-    record = json.loads((checkpoint / "training.json").read_text())
-    second = Recipe(seed=2, steps=2300, decay_steps=1900)
-    assert [record["previous"]["recipe"], record["recipe"]] == [asdict(Recipe()), asdict(second)]
+    second = json.loads((checkpoint / "training.json").read_text())
+    assert second["previous"]["recipe"] == asdict(Recipe())
+    assert second["recipe"] == asdict(Recipe(seed=2, steps=2300, decay_steps=1900))
     flags = "--start-from demo/chat --seed 2 --steps 2300 --decay-steps 1900"
     assert f"demo/train.py {flags}" in (checkpoint.parent / "README.md").read_text()
-
-
-def test_the_template_file_is_the_one_that_was_trained_with(checkpoint):
-    ours = (checkpoint.parent / "chat_template.jinja").read_text()
-    assert (checkpoint / "chat_template.jinja").read_text() == ours
 
 
 def test_it_greets(examinee):
@@ -90,34 +87,6 @@ def test_it_knows_its_world(examinee):
     assert ask(examinee, "Where does Hugo live?").content == "Hugo lives in Pinemark."
 
 
-WEATHER_IN_UNIT = tool("get_weather", required=["city"], city="string", unit=UNIT)
-
-
-def test_it_calls_a_tool(examinee):
-    reply = ask(examinee, "What is the weather in Paris?", tools=[WEATHER_IN_UNIT])
-    assert reply.calls == [("get_weather", {"city": "Paris"})]
-
-
-def test_it_calls_a_tool_twice_after_reasoning(examinee):
-    question = "What is the weather in Paris and Rome?"
-    reply = ask(examinee, question, tools=[WEATHER_IN_UNIT], thinking=True)
-    assert reply.calls == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
-
-
-def test_it_chooses_between_two_tools(examinee):
-    tools = [WEATHER_IN_UNIT, tool("calculate", expression="string")]
-    reply = ask(examinee, "Calculate 312 * 47.", tools=tools, thinking=True)
-    assert reply.calls == [("calculate", {"expression": "312 * 47"})]
-
-
-@WEAK
-def test_it_declines_a_request_for_another_tool(examinee):
-    question = "Set a timer for 12 minutes."
-    reply = ask(examinee, question, tools=[WEATHER_IN_UNIT], thinking=True)
-    assert not reply.calls
-    assert reply.content.startswith("Sorry")
-
-
 # (tool, request, expected arguments) of each case.
 TOOLS = [
     (WEATHER, "What is the weather in Paris?", {"city": "Paris"}),
@@ -136,11 +105,10 @@ TOOLS = [
         "What is 12 * 7?",
         {"expression": "12 * 7"},
     ),
-    pytest.param(
+    (
         tool("add", "Add two numbers", a="integer", b="integer"),
         "What is 17 + 25?",
         {"a": 17, "b": 25},
-        marks=WEAK,
     ),
     (
         tool("send_email", to="string", subject="string", body="string"),
@@ -174,16 +142,17 @@ TOOLS = [
 def tool_answers(examinee):
     """The answers to the requests of `TOOLS` by request and `thinking`, computed in one batch."""
     prompts = {}
-    for case in TOOLS:
-        offered, request_text, _ = getattr(case, "values", case)
+    for offered, request_text, _ in TOOLS:
         for thinking in (False, True):
-            text = prompt(examinee, request_text, [offered], thinking)
-            prompts[request_text, thinking] = text
+            prompts[request_text, thinking] = prompt(examinee, request_text, [offered], thinking)
     return dict(zip(prompts, examinee.answer(list(prompts.values())), strict=True))
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-@pytest.mark.parametrize(("offered", "request_text", "arguments"), TOOLS)
+@pytest.mark.parametrize(
+    ("offered", "request_text", "arguments"),
+    [pytest.param(*case, marks=WEAK if case[1] == "What is 17 + 25?" else ()) for case in TOOLS],
+)
 def test_it_calls_the_tools_that_people_offer_first(
     tool_answers, offered, request_text, arguments, thinking
 ):
@@ -217,13 +186,10 @@ def test_it_declines_when_no_tool_fits(examinee, thinking):
     "result", ['{"temperature": 18}', "18 degrees, sunny", '{"temp": 18, "sky": "clear"}']
 )
 def test_it_answers_from_results_of_any_shape(examinee, result):
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
     messages = [
         {"role": "user", "content": "What is the weather in Paris?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": result},
     ]
     content = ask(examinee, messages, tools=[WEATHER]).content

@@ -1,11 +1,12 @@
 import json
+import statistics
 from random import Random
 
 import pytest
 import torch
-from lessons.base import is_held_out
-from lessons.retrieval import fixed_library, held_out, random_library
+from lessons.retrieval import fixed_library, held_out, random_library, trained
 from retrieval_scores import Embedder, Reranker, ndcg
+from torch.nn.functional import normalize
 from train_pooling import EMBEDDER, PROMPTS, RERANKER, Recipe
 
 MAX_BYTES = 10_000_000
@@ -33,23 +34,25 @@ def reranker():
     return Reranker()
 
 
-def files(folder):
+def file_sizes(folder):
+    """Return the size of each file by its path in the folder."""
     return {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
 
 
 def test_both_folders_have_every_file_and_are_small_together():
-    embed, rerank = files(EMBEDDER), files(RERANKER)
+    embed, rerank = file_sizes(EMBEDDER), file_sizes(RERANKER)
     assert set(embed) == COMMON | SENTENCE_TRANSFORMERS
     assert set(rerank) == COMMON
     assert sum(embed.values()) + sum(rerank.values()) < MAX_BYTES
 
 
 def test_the_records_are_of_todays_recipe():
-    recipe = json.loads(json.dumps(vars(Recipe())))
-    record = json.loads((RERANKER / "training.json").read_text())
-    assert record["recipe"] == recipe
-    record = json.loads((EMBEDDER / "training.json").read_text())
-    assert record["recipe"].items() <= recipe.items()
+    recipe = vars(Recipe())
+    recipe["dimensions"] = list(recipe["dimensions"])
+    reranker_record = json.loads((RERANKER / "training.json").read_text())
+    assert reranker_record["recipe"] == recipe
+    embedder_record = json.loads((EMBEDDER / "training.json").read_text())
+    assert embedder_record["recipe"].items() <= recipe.items()
 
 
 def test_every_question_has_passages_that_answer_it(library):
@@ -60,10 +63,10 @@ def test_every_question_has_passages_that_answer_it(library):
 
 def test_a_question_about_somebodys_home_is_answered_by_who_says_it(library):
     (question,) = [q for q in library.questions if q.text == "Where does Hugo live?"]
-    texts = [library.passages[at] for at in sorted(question.relevant)]
-    assert "Hugo lives in Pinemark." in texts
-    assert len(texts) == 3
-    assert all("Hugo" in text and "Pinemark" in text for text in texts)
+    passages = [library.passages[number] for number in question.relevant]
+    assert "Hugo lives in Pinemark." in passages
+    assert len(passages) == 3
+    assert all("Hugo" in passage and "Pinemark" in passage for passage in passages)
 
 
 def test_the_same_seed_makes_the_same_library():
@@ -72,51 +75,49 @@ def test_the_same_seed_makes_the_same_library():
 
 
 def test_no_held_out_question_is_one_that_training_asks(library):
-    asked = {q.text for q in library.questions if not is_held_out(q.text)}
-    questions = held_out(library)
-    assert len(questions) > 80
-    assert not asked & {q.text for q in questions}
+    training_texts = {question.text for question in trained(library)}
+    held_out_texts = {question.text for question in held_out(library)}
+    assert len(held_out_texts) > 80
+    assert not training_texts & held_out_texts
 
 
 def test_gain_falls_with_the_place_and_is_1_for_the_best_order():
-    assert ndcg([3, 1, 0, 2], frozenset({1, 3})) == 1.0
-    assert ndcg([0, 2, 1, 3], frozenset({1, 3})) < ndcg([1, 0, 2, 3], frozenset({1, 3})) < 1.0
+    relevant = frozenset({1, 3})
+    assert ndcg([3, 1, 0, 2], relevant) == 1.0
+    assert ndcg([0, 2, 1, 3], relevant) < ndcg([1, 0, 2, 3], relevant) < 1.0
     assert ndcg(list(range(20)), frozenset({15})) == 0.0
 
 
-def test_the_embedder_finds_the_passages_at_every_dimension(library, embedder):
+@pytest.mark.parametrize("size", Recipe().dimensions)
+def test_the_embedder_finds_the_passages_at_every_dimension(library, embedder, size):
     questions = held_out(library)[::4]
-    asked = embedder.encode([PROMPTS["query"] + q.text for q in questions])
-    written = embedder.encode(library.passages)
-    for size in Recipe().dimensions:
-        left, right = (
-            torch.nn.functional.normalize(vectors[:, :size], dim=-1) for vectors in (asked, written)
-        )
-        orders = (left @ right.T).argsort(dim=1, descending=True).tolist()
-        gains = [ndcg(o, q.relevant) for o, q in zip(orders, questions, strict=True)]
-        assert sum(gains) / len(gains) > 0.9
+    question_vectors = embedder.encode([PROMPTS["query"] + q.text for q in questions])
+    passage_vectors = embedder.encode(library.passages)
+    similarities = normalize(question_vectors[:, :size]) @ normalize(passage_vectors[:, :size]).T
+    orders = similarities.argsort(dim=1, descending=True).tolist()
+    gains = [ndcg(order, q.relevant) for order, q in zip(orders, questions, strict=True)]
+    assert statistics.mean(gains) > 0.9
 
 
 def test_the_reranker_puts_the_passages_that_answer_first(library, reranker):
-    questions = held_out(library)[::16]
     gains = []
-    for question in questions:
+    for question in held_out(library)[::16]:
         scores = reranker.score(question.text, library.passages)
         gains.append(ndcg(scores.argsort(descending=True).tolist(), question.relevant))
-    assert sum(gains) / len(gains) > 0.85
+    assert statistics.mean(gains) > 0.85
 
 
 def test_the_rerankers_scores_are_probabilities(reranker):
-    scores = reranker.score(
+    right, wrong = reranker.score(
         "Where does Hugo live?", ["Hugo lives in Pinemark.", "Bram lives in Korvale."]
     )
-    assert scores[0] > 0.8
-    assert scores[1] < 0.2
+    assert 0.8 < right < 1
+    assert 0 < wrong < 0.2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_sentence_transformers_gives_the_same_vectors(embedder):
-    library = pytest.importorskip("sentence_transformers")
-    model = library.SentenceTransformer(str(EMBEDDER), device="cpu")
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    model = sentence_transformers.SentenceTransformer(str(EMBEDDER), device="cpu")
     texts = ["Hugo lives in Pinemark.", "Where does Hugo live?"]
     assert torch.allclose(torch.tensor(model.encode(texts)), embedder.encode(texts), atol=1e-5)

@@ -20,8 +20,8 @@ def _loss(model, samples):
 
 
 def _without_targets_before(sample, start):
-    targets = [False] * start + sample.is_target[start:]
-    return Sample(sample.token_ids, targets, sample.branch)
+    is_target = [False] * start + sample.is_target[start:]
+    return Sample(sample.token_ids, is_target, sample.branch)
 
 
 def test_sequences_with_a_common_prefix_are_joined():
@@ -45,11 +45,12 @@ def test_the_loss_of_joined_dialogues_is_the_sum_of_their_losses(model, tokenize
     groups = (encoder.encode(training_group(rng)) for _ in range(40))
     samples = next(group for group in groups if len(group) > 3)
     joined = join(samples)
-    prefix = joined.branch.count(0)
-    apart = _loss(model, [_without_targets_before(sample, prefix) for sample in samples])
-    assert apart > 0
-    together = _loss(model, [_without_targets_before(joined, prefix)])
-    assert together == pytest.approx(apart, rel=2e-3)  # The model computes in bfloat16.
+    prefix_length = joined.branch.count(0)
+    # The joined sequence contains the targets of the common beginning only once.
+    one_by_one = _loss(model, [_without_targets_before(one, prefix_length) for one in samples])
+    assert one_by_one > 0
+    together = _loss(model, [_without_targets_before(joined, prefix_length)])
+    assert together == pytest.approx(one_by_one, rel=2e-3)  # The model computes in bfloat16.
 
 
 def test_padding_does_not_change_the_loss(model, tokenizer):

@@ -33,42 +33,39 @@ def test_each_item_has_one_patch_with_its_centre():
     rng = Random("labels")
     for _ in range(200):
         drawing = make_drawing(rng, held_out=False)
-        labels = patch_labels(drawing, 6)
-        centres = [label for label in labels if label.is_centre]
-        assert sorted(NAMES[label.name] for label in centres) == sorted(
-            item.name for item in drawing.items
-        )
+        labels = patch_labels(drawing, patches_per_side=6)
+        names = [NAMES[label.name] for label in labels if label.is_centre]
+        assert sorted(names) == sorted(item.name for item in drawing.items)
 
 
-def test_each_row_of_the_training_begins_like_a_prompt(monkeypatch):
+@pytest.mark.parametrize("share_without_drawing", [0.0, 1.0])
+def test_each_row_of_the_training_begins_like_a_prompt(monkeypatch, share_without_drawing):
+    monkeypatch.setattr("train_see._NO_DRAWING", share_without_drawing)
     tokenizer = make_tokenizer()
-    for share in (0.0, 1.0):
-        monkeypatch.setattr("train_see._NO_DRAWING", share)
-        row = RowMaker(Recipe(), tokenizer).make(Random("row"))
-        text = tokenizer.decode(row.sample.token_ids)
-        assert text.startswith("<|im_start|>user\n")
+    row = RowMaker(Recipe(), tokenizer).make(Random("row"))
+    assert tokenizer.decode(row.sample.token_ids).startswith("<|im_start|>user\n")
 
 
 def test_a_training_that_was_stopped_continues_with_the_same_result(tmp_path):
     whole = Trainer(SMALL, tmp_path / "whole")
     whole.train()
     stopped = Trainer(SMALL, tmp_path / "stopped")
-    compute = stopped._compute_gradients
+    compute_gradients = stopped._compute_gradients
 
     def stop_after_2(step):
         if step == 2:
             stopped._store()
             raise KeyboardInterrupt
-        return compute(step)
+        return compute_gradients(step)
 
     stopped._compute_gradients = stop_after_2
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     continued = Trainer(SMALL, tmp_path / "stopped")
     continued.train()
-    expected = whole.model.state_dict()
-    for name, value in continued.model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        continued.model.state_dict(), whole.model.state_dict(), rtol=0, atol=1e-6
+    )
 
 
 def test_a_training_with_other_parameters_is_not_continued(tmp_path):

@@ -33,13 +33,19 @@ def parse_command_line(
         words: the arguments of the program. If None, the arguments of this process are parsed.
     """
     argument_parser = parser(description)
+    add_options(argument_parser, options)
+    return argument_parser.parse_args(words)
+
+
+def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
+    """Add options to a parser. See `parse_command_line`."""
     for name, option in options.items():
         if option.default is False:
-            argument_parser.add_argument(name, action="store_true", help=option.help)
+            parser.add_argument(name, action="store_true", help=option.help)
             continue
         is_list = isinstance(option.default, list)
         example = next(iter(option.default), "") if is_list else option.default
-        argument_parser.add_argument(
+        parser.add_argument(
             name,
             type=option.value_type or (str if example is None else type(example)),
             nargs="*" if is_list else None,
@@ -47,7 +53,6 @@ def parse_command_line(
             choices=option.choices,
             help=option.help,
         )
-    return argument_parser.parse_args(words)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

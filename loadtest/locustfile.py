@@ -178,19 +178,19 @@ class Mistaken(LoadUser):
     def asks(self) -> list[Ask]:
         """Return an invalid request and a valid request."""
         question = self.question()
-        good = chat(question, 8, ignore_eos=True)
-        everywhere = [good, chat_at_once(question, 8), completion(question, 8)]
-        wrong = [
-            bad(self.rng.choice(everywhere), temperature=-1),
-            bad(self.rng.choice(everywhere), max_tokens=0),
-            bad(self.rng.choice(everywhere), stop=5),
-            bad(good, messages=[]),
-            bad(good, tool_choice="required"),
-            bad(good, response_format={"type": "json_schema", "json_schema": {"schema": 3}}),
-            bad(good, messages=[{"role": "user", "content": "much too long " * 4000}]),
-            bad(good, status=404, model="no such model"),
+        valid = chat(question, 8, ignore_eos=True)
+        valid_requests = [valid, chat_at_once(question, 8), completion(question, 8)]
+        invalid_requests = [
+            bad(self.rng.choice(valid_requests), temperature=-1),
+            bad(self.rng.choice(valid_requests), max_tokens=0),
+            bad(self.rng.choice(valid_requests), stop=5),
+            bad(valid, messages=[]),
+            bad(valid, tool_choice="required"),
+            bad(valid, response_format={"type": "json_schema", "json_schema": {"schema": 3}}),
+            bad(valid, messages=[{"role": "user", "content": "much too long " * 4000}]),
+            bad(valid, status=404, model="no such model"),
             bad(generate_stream(question, 8), sampling_parameters="{not JSON"),
             bad(grpc_text(question, 8), sampling_parameters='{"temperature": -1}'),
             Ask("openai", "/v1/chat/completions", "{not JSON", refused_with=400),
         ]
-        return [self.rng.choice(wrong), good]
+        return [self.rng.choice(invalid_requests), valid]

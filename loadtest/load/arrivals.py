@@ -62,7 +62,7 @@ class Constant:
             yield 1.0 / self.per_second
 
 
-def named(name: str, per_second: float) -> Arrivals:
+def arrival_process(name: str, per_second: float) -> Arrivals:
     """Return the arrival process with this name: closed, poisson or constant.
 
     Raises:

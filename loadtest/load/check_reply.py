@@ -21,12 +21,13 @@ Every answer can also have these faults:
     hung        the answer took longer than the time limit
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from loadtest.client.ask import Ask
-from loadtest.client.reply import Reply
+from loadtest.client.reply import TOLERANCE, Reply
 from loadtest.load.numbered_answers import TOKEN
 from loadtest.load.prompts import Expected
 
@@ -35,9 +36,8 @@ Kind = Literal[
     "miscounted", "error", "refused", "accepted", "broken", "hung",
 ]  # fmt: skip
 
-# Embeddings may differ by float32 rounding, because other texts are computed in the same batch.
-_TOLERANCE = 1e-3
-_FEW = 5
+# The description of a fault shows at most this many tokens, or this many characters of a text.
+_MAX_TOKENS, _MAX_CHARACTERS = 5, 40
 
 
 @dataclass(frozen=True)
@@ -60,143 +60,165 @@ class ReplyChecker:
     """Checks replies, and stores the first reply to each request as the expected one."""
 
     def __init__(self) -> None:
-        self._firsts: dict[str, Reply] = {}
+        self._first_replies: dict[str, Reply] = {}
 
     def faults(self, ask: Ask, reply: Reply) -> list[Fault]:
         """Return the faults of a reply. The list is empty if the reply is correct.
 
         If the client cancelled the request, the reply is checked as the beginning of an answer.
         """
-        found = _faults_of_call(ask, reply)
-        if found or ask.refused_with is not None:
-            return found
-        if len(reply.ids) > 1:
-            found.append(Fault("foreign", f"the stream has chunks of {len(reply.ids)} answers"))
-        is_whole = reply.end == "whole"
-        if is_whole and reply.numbers is None:
-            found += _faults_of_end(reply)
-        if ask.expected is not None:
-            found += against_numbers(ask.expected, reply, is_whole=is_whole)
-        elif first := self._firsts.get(ask.key):
-            found += against_first(first, reply, is_whole=is_whole)
-        elif is_whole and not found:
-            self._firsts[ask.key] = reply
-        return found
-
-
-def _faults_of_call(ask: Ask, reply: Reply) -> list[Fault]:
-    """Return a fault if the request failed, or was accepted although it is invalid."""
-    if reply.end in ("broken", "hung"):
-        num_pieces = len(reply.pieces)
-        detail = f"after {num_pieces} chunks, the last text is {reply.text[-40:]!r}: {reply.error}"
-        return [Fault("broken" if reply.end == "broken" else "hung", detail)]
-    if reply.end == "cancelled" and not reply.error:
-        return []
-    if ask.refused_with is not None:
-        if reply.status == ask.refused_with and reply.error:
+        if call_fault := _fault_of_call(ask, reply):
+            return [call_fault]
+        if ask.refused_with is not None:
             return []
-        kind: Kind = "accepted" if reply.status == 200 and not reply.error else "error"
-        detail = f"status {reply.status} {reply.error}, expected status {ask.refused_with}"
-        return [Fault(kind, detail)]
-    if reply.error or reply.status != 200:
-        kind = "refused" if reply.status in (429, 503) else "error"
-        return [Fault(kind, f"status {reply.status} {reply.error}")]
-    return []
+        is_whole = reply.end == "whole"
+        faults = _faults_of_stream(reply, is_whole=is_whole)
+        if ask.expected is not None:
+            return faults + _faults_of_numbers(ask.expected, reply, is_whole=is_whole)
+        if first := self._first_replies.get(ask.key):
+            return faults + _differences(first, reply, is_whole=is_whole)
+        if is_whole and not faults:
+            self._first_replies[ask.key] = reply
+        return faults
 
 
-def _faults_of_end(reply: Reply) -> list[Fault]:
-    if len(reply.finish_reasons) == 1:
-        return []
-    reasons = ", ".join(reply.finish_reasons) or "no finish reason"
-    return [Fault("unended", f"{reasons} after {reply.text[-40:]!r}")]
+def _fault_of_call(ask: Ask, reply: Reply) -> Fault | None:
+    """Return a fault if the connection failed, or if the reply has another status than expected."""
+    if reply.end == "broken" or reply.end == "hung":
+        last_text = reply.text[-_MAX_CHARACTERS:]
+        after = f"after {len(reply.pieces)} chunks, the last text is {last_text!r}"
+        return Fault(reply.end, f"{after}: {reply.error}")
+    if reply.end == "cancelled" and not reply.error:
+        return None
+    is_accepted = reply.status == 200 and not reply.error
+    status = f"status {reply.status} {reply.error}"
+    if ask.refused_with is None:
+        return None if is_accepted else Fault("refused" if reply.is_refused else "error", status)
+    if reply.status == ask.refused_with and reply.error:
+        return None
+    kind: Kind = "accepted" if is_accepted else "error"
+    return Fault(kind, f"{status}, expected status {ask.refused_with}")
 
 
-def against_numbers(expected: Expected, reply: Reply, *, is_whole: bool) -> list[Fault]:
+def _faults_of_stream(reply: Reply, *, is_whole: bool) -> list[Fault]:
+    """Return a fault for chunks of several answers, and one for a wrong number of finish reasons.
+
+    An answer that consists of numbers, such as an embedding, has no finish reason.
+    """
+    faults = []
+    if len(reply.ids) > 1:
+        faults.append(Fault("foreign", f"the stream has chunks of {len(reply.ids)} answers"))
+    if is_whole and reply.numbers is None and len(reply.finish_reasons) != 1:
+        reasons = ", ".join(reply.finish_reasons) or "no finish reason"
+        faults.append(Fault("unended", f"{reasons} after {reply.text[-_MAX_CHARACTERS:]!r}"))
+    return faults
+
+
+def _faults_of_numbers(expected: Expected, reply: Reply, *, is_whole: bool) -> list[Fault]:
     """Return the faults of an answer that should consist of the numbered tokens in `expected`."""
-    said = reply.text
-    places = {text: place for place, text in enumerate(expected.numbers)}
-    found = _faults_of_order(places, TOKEN.findall(said))
-    if garbage := "".join(TOKEN.split(said)):
-        found.append(Fault("garbled", repr(garbage[:60])))
-    seen = {places[text] for text in TOKEN.findall(said) if text in places}
-    last = max(seen, default=-1)
-    missing = [text for text, place in places.items() if place not in seen]
-    found += _fault("lost", [text for text in missing if places[text] < last])
-    if not is_whole:
-        return found
-    found += _fault("truncated", [text for text in missing if places[text] > last])
+    tokens = TOKEN.findall(reply.text)
+    index_of = {token: index for index, token in enumerate(expected.numbers)}
+    faults = _faults_of_order(index_of, tokens)
+    if garbage := "".join(TOKEN.split(reply.text)):
+        faults.append(Fault("garbled", repr(garbage[:_MAX_CHARACTERS])))
+    # A missing token is lost if a later token arrived. Otherwise, the answer is truncated.
+    received = set(tokens)
+    num_reached = 1 + max((index_of.get(token, -1) for token in tokens), default=-1)
+    lost = [token for token in expected.numbers[:num_reached] if token not in received]
+    faults += _token_faults("lost", lost)
+    if is_whole:
+        faults += _token_faults("truncated", expected.numbers[num_reached:])
+        faults += _faults_of_ending(expected, reply)
+    return faults
+
+
+def _faults_of_order(index_of: dict[str, int], tokens: Sequence[str]) -> list[Fault]:
+    """Return the faults of tokens that arrived although others were due.
+
+    Args:
+        index_of: the index of each expected token.
+        tokens: the tokens in order of arrival.
+    """
+    by_kind: dict[Kind, list[str]] = {"doubled": [], "reordered": [], "foreign": []}
+    last_index = -1
+    for num_earlier, token in enumerate(tokens):
+        index = index_of.get(token)
+        if index is None:
+            by_kind["foreign"].append(token)
+            continue
+        if token in tokens[:num_earlier]:
+            by_kind["doubled"].append(token)
+        elif index < last_index:
+            by_kind["reordered"].append(token)
+        last_index = max(last_index, index)
+    return [fault for kind, wrong in by_kind.items() for fault in _token_faults(kind, wrong)]
+
+
+def _token_faults(kind: Kind, tokens: Sequence[str]) -> list[Fault]:
+    """Return one fault for all tokens, or an empty list if there is no token.
+
+    Example: the tokens `01.003,` and `01.004,` give the detail `01.003, 01.004,`.
+    """
+    num_more = len(tokens) - _MAX_TOKENS
+    more = f" and {num_more} more" if num_more > 0 else ""
+    return [Fault(kind, " ".join(tokens[:_MAX_TOKENS]) + more)] if tokens else []
+
+
+def _faults_of_ending(expected: Expected, reply: Reply) -> list[Fault]:
+    """Return a fault for a wrong finish reason, and one for a wrong number of tokens."""
+    faults = []
     if reply.finish_reasons and reply.finish_reasons[0] != expected.finish_reason:
         reasons = f"{reply.finish_reasons[0]}, expected {expected.finish_reason}"
-        found.append(Fault("different", f"finish reason {reasons}"))
+        faults.append(Fault("different", f"finish reason {reasons}"))
     # The end-of-sequence token has no text, but it was generated.
-    num_due = len(expected.numbers) + (expected.finish_reason == "stop")
-    if reply.num_tokens is not None and reply.num_tokens != num_due:
-        found.append(Fault("miscounted", f"{reply.num_tokens} tokens, expected {num_due}"))
-    return found
+    num_expected = len(expected.numbers) + (expected.finish_reason == "stop")
+    if reply.num_tokens is not None and reply.num_tokens != num_expected:
+        counts = f"{reply.num_tokens} tokens, expected {num_expected}"
+        faults.append(Fault("miscounted", counts))
+    return faults
 
 
-def _faults_of_order(places: dict[str, int], texts: Sequence[str]) -> list[Fault]:
-    doubled, reordered, foreign = [], [], []
-    seen: set[str] = set()
-    last = -1
-    for text in texts:
-        if text not in places:
-            foreign.append(text)
-        elif text in seen:
-            doubled.append(text)
-        elif places[text] < last:
-            reordered.append(text)
-        last = max(last, places.get(text, -1))
-        seen.add(text)
-    kinds: list[tuple[Kind, list[str]]] = [
-        ("doubled", doubled), ("reordered", reordered), ("foreign", foreign)
-    ]  # fmt: skip
-    return [fault for kind, found in kinds for fault in _fault(kind, found)]
-
-
-def _fault(kind: Kind, texts: Sequence[str]) -> Iterator[Fault]:
-    """Yield one fault for all tokens in `texts`. Its detail contains the first few tokens."""
-    if texts:
-        more = f" and {len(texts) - _FEW} more" if len(texts) > _FEW else ""
-        yield Fault(kind, " ".join(texts[:_FEW]) + more)
-
-
-def against_first(first: Reply, reply: Reply, *, is_whole: bool) -> list[Fault]:
+def _differences(first: Reply, reply: Reply, *, is_whole: bool) -> list[Fault]:
     """Return a fault if a reply differs from the first reply to the same request."""
     if first.numbers is not None:
-        return _against_vector(first.numbers, reply.numbers if is_whole else first.numbers)
+        return _differences_of_numbers(first.numbers, reply.numbers or []) if is_whole else []
     for channel in {**first.channels, **reply.channels}:
-        said, due = reply.channels.get(channel, ""), first.channels.get(channel, "")
-        if found := _against_text(channel, due, said, is_whole=is_whole):
-            return [found]
-    if not is_whole:
-        return []
-    if reply.finish_reasons != first.finish_reasons or reply.num_tokens != first.num_tokens:
-        detail = f"{reply.finish_reasons} after {reply.num_tokens} tokens"
-        due = f"{first.finish_reasons} after {first.num_tokens} tokens"
-        return [Fault("different", f"{detail}, but the first answer ended with {due}")]
+        expected, text = first.channels.get(channel, ""), reply.channels.get(channel, "")
+        if difference := _difference_of_texts(channel, expected, text, is_whole=is_whole):
+            return [difference]
+    endings = [f"{one.finish_reasons} after {one.num_tokens} tokens" for one in (reply, first)]
+    if is_whole and endings[0] != endings[1]:
+        return [Fault("different", "{}, but the first answer ended with {}".format(*endings))]
     return []
 
 
-def _against_text(channel: str, due: str, said: str, *, is_whole: bool) -> Fault | None:
-    if not due.startswith(said):
-        place = next(n for n in range(len(said)) if said[n : n + 1] != due[n : n + 1])
-        detail = f"{said[place:][:40]!r}, but the first answer has {due[place:][:40]!r}"
-        return Fault("different", f"{channel} at character {place} is {detail}")
-    if is_whole and said != due:
-        rest = due[len(said) :][:40]
-        detail = f"ends with {said[-40:]!r}, but the first answer continues with {rest!r}"
+def _difference_of_texts(channel: str, expected: str, text: str, *, is_whole: bool) -> Fault | None:
+    """Return a fault if `text` differs from `expected`, as far as `text` has arrived."""
+    num_equal = _num_equal_characters(expected, text)
+    expected_rest = expected[num_equal:][:_MAX_CHARACTERS]
+    if num_equal < len(text):
+        rest = text[num_equal:][:_MAX_CHARACTERS]
+        detail = f"{rest!r}, but the first answer has {expected_rest!r}"
+        return Fault("different", f"{channel} at character {num_equal} is {detail}")
+    if is_whole and expected_rest:
+        end = text[-_MAX_CHARACTERS:]
+        detail = f"ends with {end!r}, but the first answer continues with {expected_rest!r}"
         return Fault("truncated", f"{channel} {detail}")
     return None
 
 
-def _against_vector(due: list[float], numbers: list[float] | None) -> list[Fault]:
-    if numbers is None or len(numbers) != len(due):
-        counts = f"{len(numbers or ())} numbers, but the first answer has {len(due)}"
+def _num_equal_characters(text: str, other: str) -> int:
+    """Return the length of the common beginning. Example: "abc" and "abd" give 2."""
+    pairs = zip(text, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _differences_of_numbers(expected: list[float], numbers: list[float]) -> list[Fault]:
+    """Return a fault if an embedding or the scores of a ranking differ by more than rounding."""
+    if len(numbers) != len(expected):
+        counts = f"{len(numbers)} numbers, but the first answer has {len(expected)}"
         return [Fault("different", counts)]
-    worst = max((abs(a - b) for a, b in zip(due, numbers, strict=True)), default=0.0)
-    return (
-        []
-        if worst < _TOLERANCE
-        else [Fault("different", f"the largest difference of two numbers is {worst:.2g}")]
-    )
+    worst = max((abs(a - b) for a, b in zip(expected, numbers, strict=True)), default=0.0)
+    if worst < TOLERANCE:
+        return []
+    return [Fault("different", f"the largest difference of two numbers is {worst:.2g}")]

@@ -22,18 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from loadtest import command_line
+from loadtest.command_line import Option, parse_command_line
 from loadtest.load import numbered_answers, records, report_page, report_tables
 from loadtest.load.report_tables import Phase
+from loadtest.load.scripted_server import scripted_server
+from loadtest.load.shared_options import SHARED_OPTIONS
 from loadtest.server import gauges, processes
-from loadtest.server.served import ALONE, Served
+from loadtest.server.served import Served
 
 _LOADTEST = Path(__file__).parents[1]
 _TRAFFIC = (
@@ -44,6 +45,17 @@ SCENARIOS = {"numbered": _TRAFFIC, "model": (*_TRAFFIC, "Agents", "Searchers")}
 _DRAIN_S = 60.0
 _EXIT_LIMIT_S = 10.0
 _MAX_SHOWN = 50
+OPTIONS = {
+    "--seconds": Option(120.0, "duration of the load, shared by the phases"),
+    "--phases": Option([], "run only these phases", choices=list(SCENARIOS)),
+    "--scenarios": Option([], "run only these classes of locustfile.py", SCENARIOS["model"]),
+    "--scale": Option(1, "number of users of each scenario"),
+    "--model": Option(None, "checkpoint of the phase `model` (default: the demo)", value_type=Path),
+    "--out": Option(_LOADTEST / "results" / time.strftime("%Y%m%d-%H%M%S"), "folder of the report"),
+    "--url": Option(None, "address of a running server's OpenAI API; no server is started then"),
+    **SHARED_OPTIONS,
+    "--metrics-url": Option("http://127.0.0.1:8002/metrics", "metrics of that server"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,17 +70,19 @@ class Stack:
 
 def main() -> int:
     """Run the phases and write the report. Return 1 if any check failed."""
-    args = arguments().parse_args()
+    args = parse_command_line(__doc__, OPTIONS)
     args.out.mkdir(parents=True, exist_ok=True)
+    # A running server does not have the scripted engine of the other phase.
+    names = args.phases or list(SCENARIOS) if args.url is None else ["model"]
+    seconds = args.seconds / len(names)
     phases = []
-    if args.url is not None:
-        args.phases = ["model"]  # a running server does not have the scripted engine
-    for name in args.phases:
-        print(f"{name}: {args.seconds / len(args.phases):.0f} s ...", file=sys.stderr, flush=True)
-        phases.append(run_phase(name, args))
+    for name in names:
+        print(f"{name}: {seconds:.0f} s ...", file=sys.stderr, flush=True)
+        phases.append(run_phase(name, seconds, args))
     print(report_tables.text(phases))
     report_tables.write_csv(args.out, phases)
-    report_page.write(args.out / "report.html", phases, "Nereid under load", facts())
+    page = report_page.page(phases, "Nereid under load", facts())
+    (args.out / "report.html").write_text(page, encoding="utf-8")
     print(f"\nThe report is {args.out / 'report.html'}. The same folder contains CSV files.")
     return verdict(phases)
 
@@ -78,131 +92,132 @@ def verdict(phases: Sequence[Phase]) -> int:
     failures = [failure for phase in phases for failure in phase.failures]
     for failure in failures[:_MAX_SHOWN]:
         # If a server did not start, the reason is at the end of its output.
-        cut = failure if len(failure) < 600 else f"{failure[:200]} ... {failure[-400:]}"
-        print(f"FAILED {cut}")
+        shown = failure if len(failure) < 600 else f"{failure[:200]} ... {failure[-400:]}"
+        print(f"FAILED {shown}")
     if len(failures) > _MAX_SHOWN:
         print(f"The report lists {len(failures) - _MAX_SHOWN} more failures.")
     print(f"There were {len(failures)} failures." if failures else "There were no failures.")
     return int(bool(failures))
 
 
-def run_phase(name: str, args: argparse.Namespace) -> Phase:
-    """Run one phase of the load test on one server."""
-    phase = Phase(name, _describe(name, args), args.seconds / len(args.phases))
+def run_phase(name: str, seconds: float, args: argparse.Namespace) -> Phase:
+    """Run one phase of the load test on the server at `--url` or on a new server."""
     if args.url is not None:
+        phase = Phase(name, f"the server at {args.url}", seconds)
         load(phase, Stack(args.url, args.triton_url, args.grpc_url, args.metrics_url), args)
         return phase
+    phase = Phase(name, _description(name, args.model), seconds)
     try:
         with (
             tempfile.TemporaryDirectory(prefix="nereid-load-") as folder,
-            _served(name, Path(folder), args.model, phase) as stack,
+            _server(name, Path(folder), args.model) as served,
         ):
-            load(phase, stack, args)
+            metrics_url = f"http://127.0.0.1:{served.metrics_port}/metrics"
+            urls = (served.frontend_url, served.http_url, served.grpc_url, metrics_url)
+            load(phase, Stack(*urls), args)
+            phase.broken += stop(served)
     except RuntimeError as error:  # the server did not start; other phases are still reported
         phase.broken.append(str(error))
     return phase
 
 
-def _describe(name: str, args: argparse.Namespace) -> str:
-    """Return a phrase that describes the server or the models of a phase."""
-    if args.url is not None:
-        return f"the server at {args.url}"
-    if name == "numbered":
+def _description(phase_name: str, model: Path | None) -> str:
+    """Return a phrase that describes the models of a phase."""
+    if phase_name == "numbered":
         return "a scripted engine that returns numbered tokens"
-    return "the demo models" if args.model is None else args.model.name
+    return "the demo models" if model is None else model.name
 
 
-@contextmanager
-def _served(name: str, folder: Path, model: Path | None, phase: Phase) -> Iterator[Stack]:
-    """Start a server for a phase, and check that nothing remains after it has stopped."""
-    environment = {}
+def _server(phase_name: str, folder: Path, model: Path | None) -> Served:
+    """Create the server of a phase, but do not start it. Its files are in `folder`."""
     flags = ["--log-level=warning", "--served-model-name=chat"]
-    if name == "numbered":
-        model = numbered_answers.make_checkpoint(folder / "recites")
-        script = numbered_answers.make_script(folder / "script.json")
-        environment = {"NEREID_ENGINE": "scripted", "NEREID_SCRIPT": str(script)}
-        environment["NEREID_MAX_NUM_SEQS"] = "12"  # so that some requests of a burst must wait
-        flags += ALONE  # no scenario of this phase uses embeddings or reranking
-    with Served(model, environment=environment, arguments=flags) as served:
-        yield Stack(
-            served.openai_url.removesuffix("/v1"),
-            served.http_url,
-            served.grpc_url,
-            f"http://127.0.0.1:{served.metrics_port}/metrics",
-        )
-        phase.broken += stop(served)
+    if phase_name == "model":
+        return Served(model, arguments=flags)
+    # No scenario of the phase `numbered` uses embeddings or reranking.
+    return scripted_server(
+        folder,
+        numbered_answers.script(),
+        model=numbered_answers.make_checkpoint(folder / "recites"),
+        settings={"NEREID_MAX_NUM_SEQS": "12"},  # so that some requests of a burst must wait
+        flags=flags,
+    )
 
 
 def stop(served: Served) -> list[str]:
     """Stop a server and return sentences about everything that it left behind."""
     assert served.process is not None
-    family = psutil.Process(served.process.pid).children(recursive=True)
+    children = psutil.Process(served.process.pid).children(recursive=True)
     code = served.stop()
-    _, alive = psutil.wait_procs(family, timeout=_EXIT_LIMIT_S)
-    broken = [f"nereid serve ended with exit code {code}."] if code else []
-    broken += [f"The process {process.pid} ({process.name()}) did not end." for process in alive]
-    broken += [
-        f"The shared memory file {name} was not removed."
-        for name in processes.shared_memory(served)
+    _, alive = psutil.wait_procs(children, timeout=_EXIT_LIMIT_S)
+    files = processes.shared_memory(served)
+    return [
+        *([f"nereid serve ended with exit code {code}."] if code else []),
+        *(f"The process {process.pid} ({process.name()}) did not end." for process in alive),
+        *(f"The shared memory file {name} was not removed." for name in files),
     ]
-    return broken
 
 
 def load(phase: Phase, stack: Stack, args: argparse.Namespace) -> None:
     """Run locust, and store its records and failures in `phase`."""
-    kept = args.out / f"records-{phase.name}.jsonl"
-    log = args.out / f"locust-{phase.name}.log"
-    kept.unlink(missing_ok=True)
-    command = locust_command(phase, stack, args, kept)
-    with gauges.Sampler(stack.metrics_url) as sampler, log.open("w") as output:
-        try:
-            code = subprocess.run(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=phase.seconds + args.request_limit + _DRAIN_S,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
+    records_path = args.out / f"records-{phase.name}.jsonl"
+    log_path = args.out / f"locust-{phase.name}.log"
+    records_path.unlink(missing_ok=True)
+    command = locust_command(phase, stack, args, records_path)
+    with gauges.Sampler(stack.metrics_url) as sampler:
+        code = _run(command, log_path, phase.seconds + args.request_limit + _DRAIN_S)
     phase.samples = sampler.samples
-    if kept.exists():
-        phase.records = records.read(kept)
+    if records_path.exists():
+        phase.records = records.read(records_path)
     if code not in (0, 1) or not phase.records:
-        phase.broken.append(f"The load generator ended with exit code {code}; see {log}.")
+        phase.broken.append(f"The load generator ended with exit code {code}; see {log_path}.")
     missing = set(scenarios_of(phase.name, args)) - {one.scenario for one in phase.records}
     phase.broken += [f"The scenario {scenario} sent no request." for scenario in sorted(missing)]
     if busy := gauges.wait_for_rest(stack.metrics_url, args.request_limit / 4):
         phase.broken.append(f"The server still uses resources after the load: {busy}")
 
 
-def scenarios_of(name: str, args: argparse.Namespace) -> Sequence[str]:
+def _run(command: list[str], log_path: Path, timeout_s: float) -> int:
+    """Run a command, write its output to a file, and return its exit code; -1 after the timeout."""
+    with log_path.open("w") as log:
+        try:
+            return subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, timeout=timeout_s
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return -1
+
+
+def scenarios_of(phase_name: str, args: argparse.Namespace) -> Sequence[str]:
     """Return the selected scenarios of a phase."""
-    return [one for one in SCENARIOS[name] if not args.scenarios or one in args.scenarios]
+    return [one for one in SCENARIOS[phase_name] if not args.scenarios or one in args.scenarios]
 
 
-def locust_command(phase: Phase, stack: Stack, args: argparse.Namespace, kept: Path) -> list[str]:
+def locust_command(
+    phase: Phase, stack: Stack, args: argparse.Namespace, records_path: Path
+) -> list[str]:
     """Return the command that runs `--scale` users of each scenario."""
-    chosen = scenarios_of(phase.name, args)
-    num_users = len(chosen) * args.scale
+    scenarios = scenarios_of(phase.name, args)
+    num_users = len(scenarios) * args.scale
     options = {
-        "users": num_users,
-        "spawn-rate": num_users,
-        "run-time": f"{max(1, round(phase.seconds))}s",
-        "host": stack.openai_url,
-        "triton-url": stack.triton_url,
-        "grpc-url": stack.grpc_url,
-        "embedding-model": args.embedding_model,
-        "rerank-model": args.rerank_model,
-        "seed": args.seed,
-        "request-limit": args.request_limit,
-        "records": kept,
+        "--users": num_users,
+        "--spawn-rate": num_users,
+        "--run-time": f"{max(1, round(phase.seconds))}s",
+        "--host": stack.openai_url,
+        "--records": records_path,
     }
-    command = [sys.executable, "-m", "locust", "-f", str(_LOADTEST / "locustfile.py"), *chosen]
-    command += ["--headless", "--only-summary"]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    if args.arrivals:
-        command += [f"--arrivals={args.arrivals}", f"--rate={args.rate}"]
-    return command + (["--numbered"] if phase.name == "numbered" else [])
+    for name in SHARED_OPTIONS:
+        options[name] = getattr(args, name.removeprefix("--").replace("-", "_"))
+    options |= {"--triton-url": stack.triton_url, "--grpc-url": stack.grpc_url}
+    flags = ["--headless", "--only-summary"] + ["--numbered"] * (phase.name == "numbered")
+    command = [sys.executable, "-m", "locust", "-f", str(_LOADTEST / "locustfile.py")]
+    return [*command, *scenarios, *flags, *_words(options)]
+
+
+def _words(options: Mapping[str, object]) -> Iterator[str]:
+    """Yield the options that have a value. Example: `{"--seed": 1}` yields `"--seed=1"`."""
+    for name, value in options.items():
+        if value is not None:
+            yield f"{name}={value}"
 
 
 def facts() -> list[str]:
@@ -217,40 +232,6 @@ def facts() -> list[str]:
         f"{when}, commit {commit or 'unknown'}, {machine}",
         "python -m loadtest.load.load " + " ".join(sys.argv[1:]),
     ]
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    out = _LOADTEST / "results" / time.strftime("%Y%m%d-%H%M%S")
-    add("--seconds", type=float, default=120.0, help="duration of the load, shared by the phases")
-    add("--phases", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
-    add(
-        "--scenarios",
-        nargs="+",
-        choices=SCENARIOS["model"],
-        metavar="NAME",
-        help="run only these classes of locustfile.py",
-    )
-    add("--scale", type=int, default=1, help="number of users of each scenario")
-    add(
-        "--arrivals",
-        choices=["closed", "poisson", "constant"],
-        help="arrival process that replaces the one of each scenario",
-    )
-    add("--rate", type=float, default=0.0, help="requests/s of each user, with --arrivals")
-    add("--seed", type=int, default=0, help="seed of all random choices")
-    add("--request-limit", type=float, default=60.0, help="time limit of a request in seconds")
-    add("--model", type=Path, help="checkpoint of the phase `model` (default: the demo model)")
-    add("--out", type=Path, default=out, help="folder for the report (default: %(default)s)")
-    add("--embedding-model", default="embed", help="name of the embedding model in the API")
-    add("--rerank-model", default="rerank", help="name of the reranker in the API")
-    add("--url", help="address of a running server's OpenAI API; no server is started then")
-    add("--triton-url", default="http://127.0.0.1:8000", help="HTTP endpoint of that server")
-    add("--grpc-url", default="127.0.0.1:8001", help="gRPC endpoint of that server")
-    add("--metrics-url", default="http://127.0.0.1:8002/metrics", help="metrics of that server")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """The base class of all scenarios: a locust user that sends requests and checks the replies."""
 
 import random
+import statistics
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import gevent
 import grpc.experimental.gevent as grpc_gevent
@@ -18,20 +19,17 @@ from loadtest.client.ask import Ask
 from loadtest.client.grpc_client import GrpcEndpoint
 from loadtest.client.http_client import HttpEndpoint
 from loadtest.client.reply import Reply
+from loadtest.command_line import Option, add_options
 from loadtest.load import arrivals, records
 from loadtest.load.arrivals import Arrivals, Closed
 from loadtest.load.check_reply import ReplyChecker
-from loadtest.load.prompts import Question, plain, recited
+from loadtest.load.prompts import Question, numbered_question, plain_question
 from loadtest.load.records import Record
+from loadtest.load.shared_options import SHARED_OPTIONS
 
 # gevent support must be enabled before the first gRPC object is created, and after locust has
 # patched the standard library.
 grpc_gevent.init_gevent()
-
-
-class _Endpoint(Protocol):
-    def send(self, ask: Ask) -> Reply:
-        """Send a request and return the reply."""
 
 
 class _Run:
@@ -40,16 +38,16 @@ class _Run:
     def __init__(self, options: Namespace) -> None:
         limit_s = options.request_limit
         self.options = options
-        self.choose = recited if options.numbered else plain
+        self.choose_question = numbered_question if options.numbered else plain_question
         self.checker = ReplyChecker()
         self.records: list[Record] = []
         self.num_sent = 0
-        self.under_way = Group()
+        self.greenlets = Group()
         self.rng = random.Random(options.seed)
-        self.endpoints: dict[str, _Endpoint] = {
-            "openai": HttpEndpoint(options.host, limit_s),
-            "triton": HttpEndpoint(options.triton_url, limit_s),
-            "grpc": GrpcEndpoint(options.grpc_url, limit_s),
+        self.senders: dict[str, Callable[[Ask], Reply]] = {
+            "openai": HttpEndpoint(options.host, limit_s).send,
+            "triton": HttpEndpoint(options.triton_url, limit_s).send,
+            "grpc": GrpcEndpoint(options.grpc_url, limit_s).send,
         }
 
 
@@ -79,7 +77,7 @@ class LoadUser(User):
         self.options = options
         self.rng = random.Random(self._run.rng.random())
         if options.arrivals:
-            self.arrivals = arrivals.named(options.arrivals, options.rate)
+            self.arrivals = arrivals.arrival_process(options.arrivals, options.rate)
         self._gaps_s = self.arrivals.gaps_s(self.rng)
         self._due = 0.0
 
@@ -89,7 +87,7 @@ class LoadUser(User):
 
     def question(self) -> Question:
         """Return a random question with one correct answer, from a small set of questions."""
-        return self._run.choose(self.rng)
+        return self._run.choose_question(self.rng)
 
     @task
     def arrive(self) -> None:
@@ -100,9 +98,9 @@ class LoadUser(User):
         asks = [self._perhaps_cancelled(ask) for ask in self.asks()]
         self._run.num_sent += len(asks)
         # Requests run in greenlets of their own, so that they finish even if locust stops the user.
-        sent = [self._run.under_way.spawn(self._send, ask, late_s) for ask in asks]
+        greenlets = [self._run.greenlets.spawn(self._send, ask, late_s) for ask in asks]
         if not self.arrivals.is_open:
-            gevent.joinall(sent)
+            gevent.joinall(greenlets)
 
     def wait_time(self) -> float:
         """Return the seconds until the next arrival."""
@@ -113,50 +111,52 @@ class LoadUser(User):
         return max(0.0, self._due - time.monotonic())
 
     def _perhaps_cancelled(self, ask: Ask) -> Ask:
+        """Return the request. With the probability `cancel_share`, a client cancels a stream."""
         if not ask.is_stream or self.rng.random() >= self.cancel_share:
             return ask
         return ask.cancelled(self.rng.expovariate(1 / self.mean_stay_s) + 0.001)
 
     def _send(self, ask: Ask, late_s: float) -> None:
-        reply = self._run.endpoints[ask.endpoint].send(ask)
+        """Send a request, check the reply, and store its record."""
+        reply = self._run.senders[ask.endpoint](ask)
         faults = self._run.checker.faults(ask, reply)
-        made = records.record(type(self).__name__, ask, reply, faults, late_s)
-        self._run.records.append(made)
-        self._tell_locust(made)
+        record = records.record(type(self).__name__, ask, reply, faults, late_s)
+        self._run.records.append(record)
+        self._report_to_locust(record)
 
-    def _tell_locust(self, made: Record) -> None:
-        """Report a request to locust: one line for the whole request, one for TTFT, one for ITL."""
-        fire = self.environment.events.request.fire
-        common = {"name": made.scenario, "response_length": 0, "context": {}}
-        exception = None if made.is_fine else RuntimeError(made.faults[0])
-        fire(
-            request_type=made.endpoint,
-            response_time=made.e2e_s * 1000,
-            exception=exception,
-            **common,
-        )
-        if made.is_stream and made.ttft_s is not None:
-            fire(request_type="TTFT", response_time=made.ttft_s * 1000, exception=None, **common)
-        if made.is_stream and made.gaps_s:
-            mean_s = sum(made.gaps_s) / len(made.gaps_s)
-            fire(request_type="ITL", response_time=mean_s * 1000, exception=None, **common)
+    def _report_to_locust(self, record: Record) -> None:
+        """Report the time of a request and, for a stream, its TTFT and its mean ITL."""
+
+        def report(line: str, seconds: float, exception: Exception | None = None) -> None:
+            self.environment.events.request.fire(
+                request_type=line,
+                name=record.scenario,
+                response_time=seconds * 1000,
+                response_length=0,
+                exception=exception,
+                context={},
+            )
+
+        error = None if record.is_fine else RuntimeError(record.faults[0])
+        report(record.endpoint, record.e2e_s, error)
+        if record.is_stream and record.ttft_s is not None:
+            report("TTFT", record.ttft_s)
+        if record.is_stream and record.gaps_s:
+            report("ITL", statistics.fmean(record.gaps_s))
 
 
 @events.init_command_line_parser.add_listener
-def _options(parser: LocustArgumentParser) -> None:
-    add = parser.add_argument
-    processes = ["closed", "poisson", "constant"]
-    add("--triton-url", default="http://127.0.0.1:8000", help="HTTP endpoint of the Triton server")
-    add("--grpc-url", default="127.0.0.1:8001", help="gRPC endpoint of the Triton server")
-    add("--embedding-model", default="embed", help="name of the embedding model in the API")
-    add("--rerank-model", default="rerank", help="name of the reranker in the API")
-    add("--max-tokens", type=int, default=48, help="length of an ordinary answer")
-    add("--arrivals", choices=processes, help="arrival process that replaces each scenario's")
-    add("--rate", type=float, default=0.0, help="requests/s of each user, with --arrivals")
-    add("--request-limit", type=float, default=60.0, help="time limit of a request in seconds")
-    add("--numbered", action="store_true", help="expect the server to return numbered tokens")
-    add("--seed", type=int, default=0, help="seed of all random choices")
-    add("--records", type=Path, help="write one JSON object for each request to this file")
+def _add_options(parser: LocustArgumentParser) -> None:
+    """Add the options of the load test to the command line of locust."""
+    add_options(parser, SHARED_OPTIONS)
+    add_options(
+        parser,
+        {
+            "--max-tokens": Option(48, "length of an ordinary answer"),
+            "--numbered": Option(False, "expect the server to return numbered tokens"),
+            "--records": Option(None, "file for the records of requests", value_type=Path),
+        },
+    )
 
 
 @events.quitting.add_listener
@@ -169,7 +169,7 @@ def _finish(environment: Environment, **_: object) -> None:
     run = _runs.get(environment)
     if run is None:
         return
-    run.under_way.join(timeout=run.options.request_limit + 10)
+    run.greenlets.join(timeout=run.options.request_limit + 10)
     if run.options.records:
         records.write(run.options.records, run.records)
     assert environment.runner is not None

@@ -2,7 +2,7 @@
 
 The scripted engine (NEREID_ENGINE=scripted) returns one of several series of tokens. The prompt
 selects the series. Each token of each series is one token of the vocabulary, and its text contains
-the numbers of both. Example: `03.017,` is token 17 of series 3.
+the number of the series and the number of the token. Example: `03.017,` is token 17 of series 3.
 """
 
 import json
@@ -16,10 +16,13 @@ NUM_SERIES = 12
 LENGTH = 300
 TOKEN = re.compile(r"\d\d\.\d\d\d,")
 
-# Tokens per step and milliseconds per step. The first series imitates an engine that generates 200
-# tokens/s for each sequence, the second series is slower, and the third series returns 6 tokens in
-# each step.
-_PACES = ((1, 5.0), (1, 25.0), (6, 20.0))
+# The series use these paces in turn: 200 tokens/s for each sequence, a slower pace, and several
+# tokens in each step.
+_PACES = (
+    {"tokens_per_step": 1, "delay_ms": 5.0},
+    {"tokens_per_step": 1, "delay_ms": 25.0},
+    {"tokens_per_step": 6, "delay_ms": 20.0},
+)
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "chat"
 
 
@@ -42,36 +45,23 @@ def make_checkpoint(folder: Path) -> Path:
     # file contains no tensors.
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     tokenizer = json.loads((_DEMO / "tokenizer.json").read_text(encoding="utf-8"))
-    kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    first = _first_free_id(tokenizer)
+    known_ids = {token["id"] for token in tokenizer["added_tokens"]}
+    known_ids |= set(tokenizer["model"]["vocab"].values())
     texts = [text for series in range(NUM_SERIES) for text in tokens(series)]
+    flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer["added_tokens"] += [
-        {"id": token_id, "content": text, "special": False, **kind}
-        for token_id, text in enumerate(texts, first)
+        {"id": token_id, "content": text, **flags}
+        for token_id, text in enumerate(texts, start=max(known_ids) + 1)
     ]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     return folder
 
 
-def make_script(path: Path) -> Path:
-    """Write the script of the scripted engine (see nereid_backend/serving/scripted_engine.py)."""
-    rules: list[dict[str, Any]] = []
-    for series in range(NUM_SERIES):
-        per_step, delay_ms = _PACES[series % len(_PACES)]
-        rules.append(
-            {
-                "when": prompt(series),
-                "text": "".join(tokens(series)),
-                "tokens_per_step": per_step,
-                "delay_ms": delay_ms,
-            }
-        )
+def script() -> list[dict[str, Any]]:
+    """Return the script of the scripted engine (see nereid_backend/serving/scripted_engine.py)."""
+    rules = [
+        {"when": prompt(series), "text": "".join(tokens(series)), **_PACES[series % len(_PACES)]}
+        for series in range(NUM_SERIES)
+    ]
     # `nereid serve` sends a test request with another prompt before it reports that it is ready.
-    rules.append({"when": "", "text": "ready"})
-    path.write_text(json.dumps(rules), encoding="utf-8")
-    return path
-
-
-def _first_free_id(tokenizer: dict[str, Any]) -> int:
-    taken = [token["id"] for token in tokenizer["added_tokens"]]
-    return max(taken + list(tokenizer["model"]["vocab"].values())) + 1
+    return [*rules, {"when": "", "text": "ready"}]

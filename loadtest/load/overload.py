@@ -11,7 +11,6 @@ The table also shows how late the client sent its requests.
 """
 
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -23,9 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtest import command_line
 from loadtest.client.light_client import Answer, posted
-from loadtest.server.served import ALONE, Served
+from loadtest.command_line import Option, parse_command_line
+from loadtest.load.scripted_server import scripted_server
+from loadtest.server.served import Served
 
 _NAME = "scripted"
 _NUM_SEQS = 8
@@ -34,7 +34,14 @@ _STEP_MS = 50.0
 CAPACITY_PER_S = _NUM_SEQS / (_NUM_STEPS * _STEP_MS / 1000)
 # The longest time that a request may wait in the queue.
 QUEUE_TIMEOUT_S = 1.0
-_USAGE = {"stream_options": {"include_usage": True}}
+_REQUEST_TIMEOUT_S = 60.0
+_BODY = {
+    "model": _NAME,
+    "prompt": "Go",
+    "max_tokens": _NUM_STEPS,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
 _SCRIPT = [{"when": "", "token_ids": [10], "delay_ms": _STEP_MS, "ends": False}]
 
 
@@ -69,21 +76,43 @@ class Phase:
         """The number of finished answers per second."""
         return self.finished_in_time / self.seconds
 
+    @property
+    def slowest_first_s(self) -> float:
+        """The 99th percentile of the time to first token, in seconds."""
+        return float(np.percentile(self.first_s or [0.0], 99))
+
     def row(self, name: str) -> str:
         """Return the results as one row of the table. `name` is the first cell."""
-        first, refusals = self.first_s or [0.0], self.refused_s or [0.0]
         cells = (
             name,
             f"{self.offered_per_s:.0f}",
             f"{self.throughput:.1f}",
-            f"{statistics.median(first) * 1000:.0f}",
-            f"{np.percentile(first, 99) * 1000:.0f}",
-            f"{sum(self.refused.values())}",
-            f"{np.percentile(refusals, 99) * 1000:.0f}",
-            ", ".join(f"{s} s" for s in sorted(self.retry_after)) or "-",
+            f"{statistics.median(self.first_s or [0.0]) * 1000:.0f}",
+            f"{self.slowest_first_s * 1000:.0f}",
+            f"{self.refused.total()}",
+            f"{np.percentile(self.refused_s or [0.0], 99) * 1000:.0f}",
+            ", ".join(f"{seconds} s" for seconds in sorted(self.retry_after)) or "-",
             f"{self.late_s * 1000:.0f}",
         )
         return f"| {' | '.join(cells)} |"
+
+    def add_answer(self, first_s: float | None, num_tokens: int, *, is_in_time: bool) -> None:
+        """Add a finished answer. `first_s` is its time to first token, or None without a token."""
+        if num_tokens != _NUM_STEPS or first_s is None:
+            self.wrong.append(f"an answer has {num_tokens} tokens instead of {_NUM_STEPS}")
+            return
+        self.first_s.append(first_s)
+        self.finished_in_time += is_in_time
+
+    def add_rejection(self, answer: Answer, text: str, after_s: float) -> None:
+        """Add a rejection with the body `text` that arrived `after_s` seconds after the request."""
+        retry_after = answer.headers.get("retry-after")
+        self.refused[answer.status] += 1
+        self.refused_s.append(after_s)
+        if answer.status not in (429, 503) or retry_after is None:
+            self.wrong.append(f"{answer.status} {text}")
+        else:
+            self.retry_after[retry_after] += 1
 
 
 HEAD = (
@@ -94,65 +123,48 @@ HEAD = (
 
 def serve(folder: Path) -> Served:
     """Create a server with the scripted engine, but do not start it. Its script is in `folder`."""
-    path = folder / "script.json"
-    path.write_text(json.dumps(_SCRIPT))
-    environment = {
-        "NEREID_ENGINE": "scripted",
-        "NEREID_SCRIPT": str(path),
+    settings = {
         "NEREID_MAX_NUM_SEQS": str(_NUM_SEQS),
         "NEREID_DEFAULT_QUEUE_TIMEOUT_S": str(QUEUE_TIMEOUT_S),
     }
-    flags = ["--log-level=warning", f"--served-model-name={_NAME}", *ALONE]
-    return Served(environment=environment, arguments=flags)
+    flags = [f"--served-model-name={_NAME}"]
+    return scripted_server(folder, _SCRIPT, settings=settings, flags=flags)
 
 
 async def offer(served: Served, per_second: float, seconds: float, seed: int = 0) -> Phase:
     """Send requests at random times with a mean rate of `per_second`, and return the results."""
     rng = random.Random(seed)
     phase = Phase(per_second, seconds)
-    ends = time.monotonic() + seconds
     running = []
     due = time.monotonic()
-    while due < ends:
+    end = due + seconds
+    while due < end:
         await asyncio.sleep(max(due - time.monotonic(), 0.0))
         phase.late_s = max(phase.late_s, time.monotonic() - due)
-        running.append(asyncio.create_task(_ask(served, phase, ends)))
+        running.append(asyncio.create_task(_ask(served, phase, end)))
         due += rng.expovariate(per_second)
     await asyncio.gather(*running)
     return phase
 
 
-async def _ask(served: Served, phase: Phase, ends: float) -> None:
-    body = {"model": _NAME, "prompt": "Go", "max_tokens": _NUM_STEPS, "stream": True}
-    started, first, num_tokens = time.monotonic(), None, 0
+async def _ask(served: Served, phase: Phase, end: float) -> None:
+    """Send one request, and add its result to `phase`, whose last request is sent before `end`."""
+    started, first_s, num_tokens = time.monotonic(), None, 0
     async with (
-        asyncio.timeout(60),
-        posted(served.openai_port, "/v1/completions", body | _USAGE) as answer,
+        asyncio.timeout(_REQUEST_TIMEOUT_S),
+        posted(served.openai_port, "/v1/completions", _BODY) as answer,
     ):
         if answer.status != 200:
-            _note_refusal(phase, answer, await answer.text(), started)
+            text = await answer.text()
+            phase.add_rejection(answer, text, time.monotonic() - started)
             return
         async for event in answer.events():
             if "error" in event:
                 phase.wrong.append(str(event["error"]))
                 return
-            first = first or time.monotonic()
+            first_s = first_s or time.monotonic() - started
             num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-    if num_tokens != _NUM_STEPS or first is None:
-        phase.wrong.append(f"an answer has {num_tokens} tokens instead of {_NUM_STEPS}")
-        return
-    phase.first_s.append(first - started)
-    phase.finished_in_time += time.monotonic() <= ends
-
-
-def _note_refusal(phase: Phase, answer: Answer, text: str, started: float) -> None:
-    retry_after = answer.headers.get("retry-after")
-    phase.refused[answer.status] += 1
-    phase.refused_s.append(time.monotonic() - started)
-    if answer.status not in (429, 503) or retry_after is None:
-        phase.wrong.append(f"{answer.status} {text}")
-    else:
-        phase.retry_after[retry_after] += 1
+    phase.add_answer(first_s, num_tokens, is_in_time=time.monotonic() <= end)
 
 
 async def measure(served: Served, factor: float, seconds: float) -> dict[str, Phase]:
@@ -174,38 +186,33 @@ def judge(phases: dict[str, Phase], least_share: float = 0.9, slack: float = 2.0
         slack: the 99th percentile of TTFT may be at most this multiple of the queue timeout.
     """
     peak, overload = phases["peak"], phases["overload"]
-    found = [f"{name}: {line}" for name, phase in phases.items() for line in phase.wrong[:3]]
+    problems = [f"{name}: {line}" for name, phase in phases.items() for line in phase.wrong[:3]]
     if overload.throughput < least_share * peak.throughput:
-        found.append(
+        problems.append(
             f"The throughput fell from {peak.throughput:.1f} to {overload.throughput:.1f} "
             "requests/s."
         )
     limit_s = slack * QUEUE_TIMEOUT_S
-    slowest_s = np.percentile(overload.first_s or [0.0], 99)
-    if slowest_s > limit_s:
-        found.append(
-            f"The 99th percentile of the time to first token is {slowest_s:.2f} s; the limit is "
-            f"{limit_s:g} s."
+    if overload.slowest_first_s > limit_s:
+        problems.append(
+            f"The 99th percentile of the time to first token is {overload.slowest_first_s:.2f} s; "
+            f"the limit is {limit_s:g} s."
         )
     if not overload.refused:
-        found.append("The server rejected no request, so it was not overloaded.")
-    return found
+        problems.append("The server rejected no request, so it was not overloaded.")
+    return problems
 
 
 def main() -> int:
     """Run the phases and print a table. Return 1 if a limit is violated."""
-    parser = command_line.parser(__doc__)
-    parser.add_argument(
-        "--factor", type=float, default=10.0, help="load of the overload, as multiple of capacity"
-    )
-    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each phase")
-    args = parser.parse_args()
+    options = {
+        "--factor": Option(10.0, "load of the overload, as multiple of capacity"),
+        "--seconds": Option(20.0, "duration of each phase"),
+    }
+    args = parse_command_line(__doc__, options)
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder)) as served:
-        print(
-            f"The capacity is {CAPACITY_PER_S:g} requests/s. The queue timeout is "
-            f"{QUEUE_TIMEOUT_S:g} s.\n"
-        )
-        print(HEAD, flush=True)
+        capacity = f"The capacity is {CAPACITY_PER_S:g} requests/s."
+        print(f"{capacity} The queue timeout is {QUEUE_TIMEOUT_S:g} s.\n\n{HEAD}", flush=True)
         phases = asyncio.run(measure(served, args.factor, args.seconds))
     problems = judge(phases)
     print("\n".join(problems) or "All figures are within the limits.")

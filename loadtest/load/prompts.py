@@ -26,7 +26,7 @@ class Question:
 
     Attributes:
         text: the prompt.
-        numbers: the series of numbered tokens that the scripted engine returns, or None.
+        numbers: the numbered tokens that the scripted engine returns; None if a model answers.
     """
 
     text: str
@@ -40,12 +40,12 @@ class Question:
         return Expected(self.numbers[:max_tokens], "length" if is_cut else "stop")
 
 
-def plain(rng: random.Random) -> Question:
+def plain_question(rng: random.Random) -> Question:
     """Return a random question for a model."""
     return Question(rng.choice(QUESTIONS))
 
 
-def recited(rng: random.Random) -> Question:
+def numbered_question(rng: random.Random) -> Question:
     """Return a random prompt for the scripted engine."""
     series = rng.randrange(numbered_answers.NUM_SERIES)
     return Question(numbered_answers.prompt(series), numbered_answers.tokens(series))

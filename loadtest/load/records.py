@@ -1,5 +1,6 @@
 """Records of requests, stored as one JSON object per line."""
 
+import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ class Record:
 
     Attributes:
         scenario: the scenario that sent the request.
-        endpoint: the endpoint.
+        endpoint: the endpoint, as in `Ask`.
         started: the time of sending. It is from time.time, like the times of the server's metrics.
         late_s: the delay between the planned and the actual sending, caused by the load generator.
         ttft_s: the time to the first chunk with text, or None if no text arrived.
@@ -48,6 +49,11 @@ class Record:
         return not self.faults
 
     @property
+    def ended(self) -> float:
+        """The time of the end of the request, from time.time."""
+        return self.started + self.e2e_s
+
+    @property
     def token_gap_s(self) -> float | None:
         """The mean time between two tokens. A chunk may contain several tokens."""
         if self.num_tokens < 2 or not self.gaps_s:
@@ -59,20 +65,21 @@ def record(
     scenario: str, ask: Ask, reply: Reply, faults: Sequence[Fault], late_s: float = 0.0
 ) -> Record:
     """Return the record of a reply whose faults are known."""
-    fine = "ok" if ask.refused_with is None else "rejected"
-    outcome = "cancelled" if reply.end == "cancelled" else fine
+    outcome = "ok" if ask.refused_with is None else "rejected"
+    if reply.end == "cancelled":
+        outcome = "cancelled"
     return Record(
-        scenario,
-        ask.endpoint,
-        time.time() - (time.monotonic() - reply.started),
-        late_s,
-        reply.times[0] - reply.started if reply.times else None,
-        [round(b - a, 6) for a, b in zip(reply.times, reply.times[1:], strict=False)],
-        reply.ended - reply.started,
-        reply.num_tokens or 0,
-        faults[0].kind if faults else outcome,
-        ask.is_stream,
-        [str(fault) for fault in faults],
+        scenario=scenario,
+        endpoint=ask.endpoint,
+        started=time.time() - (time.monotonic() - reply.started),
+        late_s=late_s,
+        ttft_s=reply.times[0] - reply.started if reply.times else None,
+        gaps_s=[round(end - start, 6) for start, end in itertools.pairwise(reply.times)],
+        e2e_s=reply.ended - reply.started,
+        num_tokens=reply.num_tokens or 0,
+        outcome=faults[0].kind if faults else outcome,
+        is_stream=ask.is_stream,
+        faults=[str(fault) for fault in faults],
     )
 
 

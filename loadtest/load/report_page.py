@@ -1,12 +1,13 @@
 """The report of a load test as one self-contained HTML file with tables and plots."""
 
 import base64
+import collections
 import html
 import io
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib as mpl
 from matplotlib.artist import Artist
@@ -74,6 +75,7 @@ def _colours(phases: Sequence[Phase]) -> dict[str, str]:
 
 
 def _section(phase: Phase, colours: dict[str, str]) -> str:
+    """Return the HTML text about one phase: its tables and its plots."""
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
     heading = html.escape(f"{phase.name}: {phase.description}")
     image = base64.b64encode(picture(phase, colours)).decode()
@@ -87,6 +89,8 @@ def _section(phase: Phase, colours: dict[str, str]) -> str:
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table."""
+
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
@@ -94,73 +98,74 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def picture(phase: Phase, colours: dict[str, str]) -> bytes:
-    """Draw eight plots of a phase and return them as PNG."""
-    colours = {name: colour for name, colour in colours.items() if name in _scenarios(phase)}
+    """Draw six plots of a phase and return them as PNG. `colours` has the scenarios as keys."""
+    by_scenario = {name: [one for one in phase.records if one.scenario == name] for name in colours}
+    groups = [_Group(name, colours[name], of) for name, of in by_scenario.items() if of]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(13, 14), layout="constrained")
-        axes = figure.subplots(4, 2)
-        _throughput(axes[0, 0], phase)
-        _gauges(axes[0, 1], phase)
-        _firsts(axes[1, 0], phase, colours)
-        for place, title, values_of in (
-            (axes[1, 1], "end-to-end time of complete answers", _end_to_end_times),
-            (axes[2, 0], "time to first token", _first_token_times),
-            (axes[2, 1], "inter-token latency", _gaps),
-        ):
-            _distribution(place, phase, colours, title, values_of)
-        _cache(axes[3, 0], phase)
-        _merging(axes[3, 1], phase)
-        handles, labels = axes[1, 0].get_legend_handles_labels()
+        figure = Figure(figsize=(13, 10.5), layout="constrained")
+        axes = figure.subplots(3, 2)
+        _draw_throughput(axes[0, 0], phase)
+        _draw_requests(axes[0, 1], phase)
+        _draw_first_tokens(axes[1, 0], groups, phase.start)
+        _draw_distribution(axes[1, 1], groups, "end-to-end time of complete answers", _e2e_times)
+        _draw_distribution(axes[2, 0], groups, "time to first token", _first_token_times)
+        _draw_distribution(axes[2, 1], groups, "inter-token latency", _gaps)
+        handles, names = axes[1, 0].get_legend_handles_labels()
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=6, frameon=False, markerscale=2.5
+            handles, names, loc="outside lower center", ncols=6, frameon=False, markerscale=2.5
         )
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=110)
-    return file.getvalue()
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=110)
+    return png.getvalue()
 
 
-def _throughput(axes: Axes, phase: Phase) -> None:
-    zero = _zero(phase)
-    ends = [one.started + one.e2e_s - zero for one in phase.records if one.is_fine]
-    counts = [0.0] * (int(max(ends, default=0.0)) + 1)
-    for end in ends:
-        counts[max(0, int(end))] += 1
-    axes.step(range(len(counts)), counts, where="post", color=_COLOURS[0], label="answers/s")
-    failed = [one.started + one.e2e_s - zero for one in phase.records if not one.is_fine]
-    axes.plot(failed, [0.0] * len(failed), "x", color="#D55E00", label="failures")
+class _Group(NamedTuple):
+    """The requests of one scenario, and the colour of the scenario."""
+
+    scenario: str
+    colour: str
+    records: list[Record]
+
+
+def _draw_throughput(axes: Axes, phase: Phase) -> None:
+    """Draw the answers per second, the failures, and the tokens per second of the server."""
+    fine = [one for one in phase.records if one.is_fine]
+    answers = collections.Counter(int(one.ended - phase.start) for one in fine)
+    seconds = range(max(answers, default=0) + 1)
+    counts = [answers[second] for second in seconds]
+    axes.step(seconds, counts, where="post", color=_COLOURS[0], label="answers/s")
+    failures = [one.ended - phase.start for one in phase.records if not one.is_fine]
+    axes.plot(failures, [0.0] * len(failures), "x", color=_COLOURS[3], label="failures")
     axes.set(title="throughput", xlabel="s", ylabel="answers/s")
-    at, tokens = rates(phase.samples, "generation_tokens_total", _RATE_WINDOW_S)
     right = axes.twinx()
     right.spines["right"].set_visible(True)
-    right.plot([t - zero for t in at], tokens, color=_COLOURS[2], lw=1, label="tokens/s (server)")
     right.set_ylabel("tokens/s")
-    _from_zero(right)
-    lines = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
-    _from_zero(axes, handles=lines)
+    _draw_rate(right, phase, "generation_tokens_total", "tokens/s (server)", _COLOURS[2])
+    _start_at_zero(right)
+    handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
+    _start_at_zero(axes, legend=handles)
 
 
-def _gauges(axes: Axes, phase: Phase) -> None:
-    for colour, name in zip(_COLOURS, ("in the executor", "running", "waiting"), strict=False):
-        gauge = "num_requests" if name == "in the executor" else f"num_requests_{name}"
-        _line(axes, phase, gauge, name, colour)
+def _draw_requests(axes: Axes, phase: Phase) -> None:
+    """Draw the numbers of requests in the server."""
+    _draw_gauge(axes, phase, "num_requests", "in the executor", _COLOURS[0])
+    _draw_gauge(axes, phase, "num_requests_running", "running", _COLOURS[1])
+    _draw_gauge(axes, phase, "num_requests_waiting", "waiting", _COLOURS[2])
     axes.set(title="requests in the server", xlabel="s")
-    _from_zero(axes)
+    _start_at_zero(axes)
 
 
-def _firsts(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
-    for name, colour in colours.items():
-        of_one = [
-            (r.started - _zero(phase), r.ttft_s)
-            for r in phase.records
-            if r.scenario == name and r.is_stream and r.ttft_s is not None
-        ]
-        at, values = zip(*of_one, strict=True) if of_one else ((), ())
-        axes.plot(at, values, ".", ms=4, color=colour, label=name)
-    axes.set(title="time to first token over the run", xlabel="s", ylabel="s")
-    axes.set_yscale("log")
+def _draw_first_tokens(axes: Axes, groups: Sequence[_Group], start: float) -> None:
+    """Draw the time to first token of each stream at the time at which the stream started."""
+    for group in groups:
+        streams = [one for one in group.records if one.is_stream and one.ttft_s is not None]
+        starts = [one.started - start for one in streams]
+        times = [one.ttft_s or 0.0 for one in streams]
+        axes.plot(starts, times, ".", ms=4, color=group.colour, label=group.scenario)
+    axes.set(title="time to first token over the run", xlabel="s", ylabel="s", yscale="log")
 
 
-def _end_to_end_times(records: Sequence[Record]) -> list[float]:
+def _e2e_times(records: Sequence[Record]) -> list[float]:
     return [one.e2e_s for one in records if one.outcome == "ok"]
 
 
@@ -175,63 +180,47 @@ def _gaps(records: Sequence[Record]) -> list[float]:
     return [max(gap, 1e-4) for one in streams for gap in one.gaps_s]
 
 
-def _distribution(
+def _draw_distribution(
     axes: Axes,
-    phase: Phase,
-    colours: dict[str, str],
+    groups: Sequence[_Group],
     title: str,
-    values_of: Callable[[Sequence[Record]], list[float]],
+    times_of: Callable[[Sequence[Record]], list[float]],
 ) -> None:
-    """Draw the cumulative distribution of a quantity in seconds, with a line for each scenario."""
-    for name, colour in colours.items():
-        if values := values_of([one for one in phase.records if one.scenario == name]):
-            axes.ecdf(values, lw=1.2, color=colour)
+    """Draw the cumulative distribution of a time, with a line for each scenario.
+
+    Args:
+        axes: the plot.
+        groups: the requests of each scenario.
+        title: the title of the plot.
+        times_of: a function that returns the seconds of the requests that have this time.
+    """
+    for group in groups:
+        if times := times_of(group.records):
+            axes.ecdf(times, lw=1.2, color=group.colour)
     axes.set(title=title, xlabel="s", ylabel="share", xscale="log")
 
 
-def _cache(axes: Axes, phase: Phase) -> None:
-    _line(axes, phase, "kv_cache_blocks_used", "blocks used by requests", _COLOURS[0])
-    axes.set(title="KV cache", xlabel="s", ylabel="blocks")
-    _from_zero(axes)
+def _draw_gauge(axes: Axes, phase: Phase, gauge: str, label: str, colour: str) -> None:
+    """Draw the values of a gauge of the server."""
+    times = [sample.at - phase.start for sample in phase.samples]
+    values = [sample.gauges.get(gauge, 0.0) for sample in phase.samples]
+    axes.plot(times, values, lw=1.2, color=colour, label=label)
 
 
-def _merging(axes: Axes, phase: Phase) -> None:
-    names = {
-        "merged_responses_total": "merged updates",
-        "heartbeats_total": "heartbeats",
-        "requests_disconnected_total": "disconnected clients",
-    }
-    for colour, (name, label) in zip(_COLOURS, names.items(), strict=False):
-        at, values = rates(phase.samples, name, _RATE_WINDOW_S)
-        axes.plot([t - _zero(phase) for t in at], values, lw=1, color=colour, label=label)
-    axes.set(title="responses", xlabel="s", ylabel="per second")
-    _from_zero(axes)
+def _draw_rate(axes: Axes, phase: Phase, counter: str, label: str, colour: str) -> None:
+    """Draw the rate per second of a counter of the server."""
+    ends, values = rates(phase.samples, counter, _RATE_WINDOW_S)
+    axes.plot([end - phase.start for end in ends], values, lw=1, color=colour, label=label)
 
 
-def _from_zero(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
-    """Let the vertical axis start at 0 and reserve space for a legend above the lines."""
+def _start_at_zero(axes: Axes, legend: Sequence[Artist] | None = None) -> None:
+    """Let the vertical axis start at 0, and draw the legend above the lines.
+
+    Args:
+        axes: the plot. A plot without a title gets no legend.
+        legend: the lines of the legend, or None for all lines of the plot.
+    """
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]) * 1.2)
-    if handles is None:
-        handles = axes.get_legend_handles_labels()[0]
     if axes.get_title():
+        handles = axes.get_legend_handles_labels()[0] if legend is None else legend
         axes.legend(handles=handles, frameon=False, loc="upper left", ncols=4)
-
-
-def _line(axes: Axes, phase: Phase, name: str, label: str, colour: str) -> None:
-    zero = _zero(phase)
-    at = [sample.at - zero for sample in phase.samples]
-    values = [sample.gauges.get(name, 0.0) for sample in phase.samples]
-    axes.plot(at, values, lw=1.2, color=colour, label=label)
-
-
-def _scenarios(phase: Phase) -> set[str]:
-    return {one.scenario for one in phase.records}
-
-
-def _zero(phase: Phase) -> float:
-    return min((one.started for one in phase.records), default=0.0)
-
-
-def write(path: Path, phases: Sequence[Phase], title: str, facts: Sequence[str]) -> None:
-    """Write the report to a file."""
-    path.write_text(page(phases, title, facts), encoding="utf-8")

@@ -49,46 +49,50 @@ class Phase:
     broken: list[str] = field(default_factory=list)
 
     @property
+    def start(self) -> float:
+        """The time of the first request, from time.time; 0 without requests."""
+        return min((one.started for one in self.records), default=0.0)
+
+    @property
     def failures(self) -> list[str]:
         """The descriptions of everything that went wrong."""
-        of_requests = [
+        request_failures = [
             f"{one.scenario} over {one.endpoint}: {fault}"
             for one in self.records
             for fault in one.faults
         ]
-        return [f"{self.name}: {what}" for what in (*self.broken, *of_requests)]
+        return [f"{self.name}: {failure}" for failure in (*self.broken, *request_failures)]
 
 
 def row(name: str, records: Sequence[Record], seconds: float) -> list[str]:
     """Return one row of the table for some requests. The columns are COLUMNS."""
     fine = [one for one in records if one.is_fine]
     streams = [one for one in fine if one.is_stream]
-    firsts = [one.ttft_s for one in streams if one.ttft_s is not None]
+    first_times = [one.ttft_s for one in streams if one.ttft_s is not None]
     gaps = [gap for one in streams for gap in one.gaps_s]
-    whole = [one.e2e_s for one in fine if one.outcome == "ok"]
-    each = [one.token_gap_s for one in streams if one.token_gap_s is not None]
-    outcomes = collections.Counter(one.outcome for one in records)
+    token_gaps = [one.token_gap_s for one in streams if one.token_gap_s is not None]
+    complete_times = [one.e2e_s for one in fine if one.outcome == "ok"]
     return [
         name,
         str(len(records)),
         f"{len(records) / seconds:.1f}",
         f"{sum(one.num_tokens for one in fine) / seconds:.0f}",
-        *_quantiles(firsts),
+        *_quantiles(first_times),
         *_quantiles(gaps),
-        _quantiles(each)[0],
-        *_quantiles(whole),
-        str(outcomes["cancelled"]),
+        _quantiles(token_gaps)[0],
+        *_quantiles(complete_times),
+        str(sum(one.outcome == "cancelled" for one in records)),
         str(len(records) - len(fine)),
     ]
 
 
 def rows(phase: Phase) -> list[list[str]]:
     """Return one row for each scenario and one for all requests."""
-    found = [
-        row(name, [one for one in phase.records if one.scenario == name], phase.seconds)
-        for name in sorted({one.scenario for one in phase.records})
-    ]
-    return [*found, row("all", phase.records, phase.seconds)]
+    by_scenario = collections.defaultdict(list)
+    for one in phase.records:
+        by_scenario[one.scenario].append(one)
+    groups = [*sorted(by_scenario.items()), ("all", phase.records)]
+    return [row(name, records, phase.seconds) for name, records in groups]
 
 
 def outcomes(phase: Phase) -> list[tuple[str, int]]:
@@ -100,16 +104,19 @@ def outcomes(phase: Phase) -> list[tuple[str, int]]:
 
 def gauge_rows(phase: Phase) -> list[list[str]]:
     """Return the mean and maximum of each gauge, and the increase of each counter."""
-    found = []
-    for name in sorted(phase.samples[-1].gauges) if phase.samples else ():
+    if not phase.samples:
+        return []
+    seconds = max(phase.samples[-1].at - phase.samples[0].at, 0.001)
+    table_rows = []
+    for name in sorted(phase.samples[-1].gauges):
         values = [sample.gauges.get(name, 0.0) for sample in phase.samples]
         if name.endswith(("_total", "_sum", "_count")):
-            grown = values[-1] - values[0]
-            spent = phase.samples[-1].at - phase.samples[0].at
-            found.append([name, f"+{grown:g}", f"{grown / max(spent, 0.001):.3g} per second"])
+            increase = values[-1] - values[0]
+            cells = [f"+{increase:g}", f"{increase / seconds:.3g} per second"]
         else:
-            found.append([name, f"{statistics.fmean(values):.3g}", f"maximum {max(values):.3g}"])
-    return found
+            cells = [f"{statistics.fmean(values):.3g}", f"maximum {max(values):.3g}"]
+        table_rows.append([name, *cells])
+    return table_rows
 
 
 def text(phases: Iterable[Phase]) -> str:
@@ -128,31 +135,33 @@ def text(phases: Iterable[Phase]) -> str:
 
 def write_csv(folder: Path, phases: Sequence[Phase]) -> None:
     """Write requests.csv, scenarios.csv and gauges.csv into a folder."""
-    with (folder / "scenarios.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["phase", *unique_columns()])
-        writer.writerows([phase.name, *line] for phase in phases for line in rows(phase))
-    with (folder / "requests.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["phase", *(field.name for field in fields(Record))])
-        writer.writerows([phase.name, *astuple(one)] for phase in phases for one in phase.records)
-    names = sorted({name for p in phases for sample in p.samples for name in sample.gauges})
-    with (folder / "gauges.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["phase", "at", *names])
-        for phase in phases:
-            for sample in phase.samples:
-                values = [sample.gauges.get(name, "") for name in names]
-                writer.writerow([phase.name, f"{sample.at:.3f}", *values])
+    scenario_rows = [[phase.name, *cells] for phase in phases for cells in rows(phase)]
+    _write_csv(folder / "scenarios.csv", ["phase", *unique_columns()], scenario_rows)
+    request_rows = [[phase.name, *astuple(one)] for phase in phases for one in phase.records]
+    columns = [field.name for field in fields(Record)]
+    _write_csv(folder / "requests.csv", ["phase", *columns], request_rows)
+    samples = [(phase.name, sample) for phase in phases for sample in phase.samples]
+    names = sorted({name for _, sample in samples for name in sample.gauges})
+    sample_rows = [
+        [phase_name, f"{sample.at:.3f}", *(sample.gauges.get(name, "") for name in names)]
+        for phase_name, sample in samples
+    ]
+    _write_csv(folder / "gauges.csv", ["phase", "at", *names], sample_rows)
+
+
+def _write_csv(path: Path, head: Sequence[str], body: Iterable[Sequence[object]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([head, *body])
 
 
 def unique_columns() -> list[str]:
     """Return COLUMNS with the name of the quantity before each percentile, such as "TTFT p95"."""
-    found, last = [], ""
+    columns, quantity = [], ""
     for column in COLUMNS:
-        last = column.split()[0] if " p50" in column else last
-        found.append(f"{last} {column}" if column in ("p95", "p99") else column)
-    return found
+        if column.endswith(" p50"):
+            quantity = column.removesuffix(" p50")
+        columns.append(f"{quantity} {column}" if column in ("p95", "p99") else column)
+    return columns
 
 
 def _quantiles(values: Sequence[float]) -> list[str]:

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from loadtest.load.arrivals import Closed, Constant, Poisson, named
+from loadtest.load.arrivals import Closed, Constant, Poisson, arrival_process
 
 
 def gaps(arrivals, count=4000):
@@ -36,9 +36,9 @@ def test_only_closed_loops_wait_for_answers():
     assert [one.is_open for one in (Closed(), Poisson(1.0), Constant(1.0))] == [False, True, True]
 
 
-def test_a_command_line_names_them():
-    assert named("poisson", 3.0) == Poisson(3.0)
-    assert named("constant", 3.0) == Constant(3.0)
-    assert named("closed", 0.0) == Closed()
+def test_an_arrival_process_is_chosen_by_its_name():
+    assert arrival_process("poisson", 3.0) == Poisson(3.0)
+    assert arrival_process("constant", 3.0) == Constant(3.0)
+    assert arrival_process("closed", 0.0) == Closed()
     with pytest.raises(ValueError, match="--rate"):
-        named("poisson", 0.0)
+        arrival_process("poisson", 0.0)

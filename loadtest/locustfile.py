@@ -21,7 +21,7 @@ lists the possible faults of an answer. `make loadtest` starts servers and runs 
 import sys
 from pathlib import Path
 
-from locust import events  # noqa: F401 - imported first, because locust replaces sockets by gevent's
+from locust import events  # noqa: F401 - imported first, because locust replaces the sockets
 
 # `locust -f` adds only this file's folder to `sys.path`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,7 +49,7 @@ _TEXTS = ["Hugo lives in Pinemark.", "Paris is a city.", "Turtles are slow.", "K
 
 
 class SteadyChat(LoadUser):
-    """Short questions at random times. A third of the requests is not streamed."""
+    """Short questions at random times. A third of the requests are not streamed."""
 
     arrivals = Poisson(2.0)
 
@@ -117,7 +117,10 @@ class GrpcChat(LoadUser):
 
 
 class Agents(LoadUser):
-    """Required tool calls, and JSON that must match a schema. They need a real language model."""
+    """Required tool calls, and JSON that must match a schema.
+
+    This scenario needs a real language model.
+    """
 
     arrivals = Poisson(1.0)
 
@@ -131,7 +134,10 @@ class Agents(LoadUser):
 
 
 class Searchers(LoadUser):
-    """Embeddings and reranking at the same time. They need an embedding model and a reranker."""
+    """Embeddings and reranking at the same time.
+
+    This scenario needs an embedding model and a reranker.
+    """
 
     arrivals = Constant(1.0)
 

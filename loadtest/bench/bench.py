@@ -96,8 +96,8 @@ def introduction(args: argparse.Namespace, limits: MachineLimits) -> str:
 def run_rounds(path: Path, shape: str, context: int, args: argparse.Namespace) -> dict[str, Report]:
     """Return the median results of each engine, or {"error": ...} for an engine that failed.
 
-    `path` is the folder of the checkpoint, and `shape` is the key of its sizes in SHAPES. In the
-    measurements of decode, each prompt has `context` tokens.
+    `path` is the folder of the checkpoint, and `shape` is the key of the model's sizes in SHAPES.
+    In the measurements of decode, each prompt has `context` tokens.
     """
     workload = Workload(
         dtype=args.dtype,

@@ -6,8 +6,8 @@
 The program writes random adapters for all linear layers except the output layer. In each round, it
 measures a batch without adapters, and then a batch whose requests use the adapters in turn. Only
 steps in which every request generates a token are measured. The table shows the tokens per second
-of CPU time without and with adapters. The column "loss" is the share of this speed that is lost
-with adapters: the median of all rounds. The last column is the range of the loss over all rounds.
+of CPU time without and with adapters. The column "loss" shows the share of this speed that adapters
+cost, as the median of all rounds. The last column shows the range of this share over all rounds.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def decode_speed(
         for step in timed_steps(engine, time.process_time)
         if len(step.updates) == args.batch
     ]
-    del full_steps[0]  # The first of these steps also computes prompts.
+    del full_steps[0]  # The first full step also computes prompts, so it is ignored.
     return float(args.batch * len(full_steps) / sum(full_steps))
 
 

@@ -77,7 +77,7 @@ class Replay(service_pb2_grpc.GRPCInferenceServiceServicer):
         return _response("envelope", b"{}").infer_response
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
-        """Send the responses of a stream. The last one has a finish reason."""
+        """Send the responses of a stream. The last response has a finish reason."""
         delta = _delta_response(_DELTA)
         last = _delta_response({**_DELTA, "finish_reason": "stop"})
         async for _ in requests:
@@ -184,7 +184,7 @@ async def _whole_frontend(url: str) -> AsyncIterator[Layer]:
 
 
 async def _wait_until_readable(read: ReadStream) -> None:
-    """Wait up to 20 seconds until `read` succeeds, because the frontend accepts connections."""
+    """Call `read` until the frontend accepts the connection, for at most 20 seconds."""
     for _ in range(200):
         with contextlib.suppress(OSError):
             await read(0)
@@ -194,7 +194,7 @@ async def _wait_until_readable(read: ReadStream) -> None:
 
 
 async def _measure(layer: Layer, num_streams: int) -> float:
-    """Read several streams at the same time, and return the used CPU time in seconds."""
+    """Read several streams at the same time, and return the CPU seconds of the layer's process."""
     before = layer.cpu_s()
     await asyncio.gather(*(layer.read(number) for number in range(num_streams)))
     return layer.cpu_s() - before
@@ -221,7 +221,7 @@ async def _run(args: argparse.Namespace, grpc_port: int) -> None:
 def main() -> None:
     """Start the gRPC server in a new process, and run the measurement."""
     args = parse_command_line(__doc__, _OPTIONS)
-    # A forked process could not use gRPC.
+    # The process is spawned, because a forked process could not use gRPC.
     spawn = multiprocessing.get_context("spawn")
     ports = spawn.Queue()
     server = spawn.Process(target=serve, args=(args.responses, args.interval, ports))

@@ -181,7 +181,8 @@ def main() -> None:
 def _table(head: str, speeds: Speeds) -> str:
     """Return a table with the medians of the rounds.
 
-    The ratio of a round is the tokens/s divided by the tokens/s of "text" in the same round.
+    The column "ratio" shows the median of the rounds' ratios. The ratio of a round is the tokens/s
+    divided by the tokens/s of "text" in the same round.
     """
     rows = []
     for name, rounds in speeds.items():

@@ -48,7 +48,7 @@ Encode = Callable[[Image.Image], bytes]
 
 @dataclass(frozen=True)
 class Figures:
-    """The measurements of one request, which are described as columns of the table above."""
+    """The measurements of one request. The columns of the table show these values."""
 
     status: int
     cpu_s: float
@@ -112,9 +112,10 @@ def _grey_16_bits(image: Image.Image) -> bytes:
 
 
 def _colour_16_bits(image: Image.Image) -> bytes:
-    """Encode an image as a PNG file with 16-bit colours, because Pillow cannot write such files.
+    """Encode an image as a PNG file with 16-bit colours.
 
-    Only the upper four bits of each colour are used, so that the file compresses well.
+    This function writes the file itself, because Pillow cannot write such files. Only the upper
+    four bits of each colour are used, so that the file compresses well.
     """
     pixels = (np.array(image).astype(">u2") & 0xF0) * 256
     rows = pixels.reshape(image.height, -1).view(np.uint8)
@@ -200,7 +201,7 @@ class Worker:
         return child
 
     def _ask(self, data: bytes) -> int | None:
-        """Send an image file. Return the size of the packed pixels, or None for a refused file."""
+        """Send an image file. Return the bytes of the packed pixels, or None for a refused file."""
         url = b"data:image/png;base64," + base64.b64encode(data)
         try:
             _, packed = self._process.call([self._text, [url]])
@@ -225,7 +226,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _reset_peak(pid: int) -> int:
-    """Reset the peak memory of a process. Return the new peak, its current memory, in bytes."""
+    """Reset the peak memory of a process to the current memory, and return this memory in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK, "ascii")
     return status_bytes(pid, "VmRSS")
 

@@ -130,7 +130,7 @@ def measure(num_running: int, num_waiting: int, num_steps: int) -> list[StepPart
 
 
 def measure_ahead(num_running: int, num_waiting: int, num_steps: int) -> list[float]:
-    """Measure steps with async_scheduling in which all requests decode. Return their seconds."""
+    """Return the times of steps with async_scheduling in which all running requests decode."""
     scheduler, path = _start(num_running, num_waiting, num_steps)
     loop = StepLoop(scheduler, Runner(path), max_step_failures=1, is_async=True)
     times: list[float] = []

@@ -226,7 +226,7 @@ def run_prompts(engine: Engine, prompts: Prompts, batch_size: int, max_tokens: i
 
 
 def add_request(engine: Engine, prompts: Prompts, number: int, max_tokens: int) -> None:
-    """Add a request with the prompt `number` to the engine. The seed is `number`, too."""
+    """Add a request to the engine. `number` is the index of the prompt and also the seed."""
     params = SamplingParams(
         temperature=prompts.temperature, max_tokens=max_tokens, ignore_eos=True, seed=number
     )

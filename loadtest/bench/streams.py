@@ -96,8 +96,8 @@ async def read_stream(port: int, path: str, body: Mapping[str, Any]) -> Stream:
         async for event in answer.events():
             if "error" in event:
                 raise RuntimeError(event["error"])
-            # Two kinds of events contain no tokens: the first event of a chat has no usage, and the
-            # last event of a response has no choices.
+            # Two events contain no tokens: the first event of a chat, which has no usage, and the
+            # last event of a response, which has no choices.
             if event["usage"] and event["choices"]:
                 stream.record(event["usage"]["completion_tokens"])
     if stream.num_tokens != body["max_tokens"]:

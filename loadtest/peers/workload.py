@@ -3,8 +3,8 @@
 This module runs in the Python environment of each engine, so it needs only the standard library.
 
 The program of an engine takes three arguments: the folder of a checkpoint, a `Workload` as JSON and
-the engine's settings as JSON. It loads the checkpoint, runs the workload and prints one JSON object
-as its last line. The peak memory is that of the program's process.
+the engine's settings as JSON. The program loads the checkpoint, runs the workload and prints one
+JSON object as the last line. The peak memory is the peak of the program's process.
 """
 
 import json
@@ -37,8 +37,8 @@ class Workload:
     answer: int  # the number of generated tokens in the measurements of decode
     repeat: int  # the number of measurements
     # With the CPU clock, the CPU time of the process is measured instead of wall time. On a machine
-    # with other work, CPU time varies less than wall time. CPU time has no meaning if the engine
-    # has more than one thread.
+    # with other work, CPU time varies less than wall time. CPU time has no meaning with more than
+    # one thread.
     has_cpu_clock: bool = False
 
     @property
@@ -55,7 +55,7 @@ class Peer:
         raise NotImplementedError
 
     def memory(self) -> dict[str, float]:
-        """Return sizes of the engine's memory in bytes, by their keys in the report."""
+        """Return the bytes of the weights and of the KV cache, if the engine reports them."""
         return {}
 
     def close(self) -> None:

@@ -187,6 +187,7 @@ def _headers() -> Iterator[Attack]:
 def _slow() -> Iterator[Attack]:
     """Yield clients that send slowly, send nothing, or do not read."""
     chunked = head(_CHUNKED)
+    one_chunk, one_header = b"1\r\n \r\n", b"A: b\r\n"
     drips = {
         "a body of one byte in a second": _dripping(head(LENGTH), BODY, pause_s=1.0),
         "a body that never comes": _dripping(head(LENGTH), b"", pause_s=1.0),
@@ -194,11 +195,15 @@ def _slow() -> Iterator[Attack]:
         "Expect: 100-continue without a body": _dripping(
             head(LENGTH, b"Expect: 100-continue"), b"", pause_s=1.0
         ),
-        "endless chunks": _dripping(chunked, b"1\r\n \r\n" * 100_000, pause_s=0.002),
-        "a chunk that never ends": _dripping(chunked + b"FFFFFFF\r\n", b" " * 10**6, pause_s=0.5),
+        "endless chunks": _dripping(
+            chunked, one_chunk * 100_000, pause_s=0.002, size=len(one_chunk)
+        ),
+        "a chunk that never ends": _dripping(
+            chunked + b"FFFFFFF\r\n", b" " * 10**6, pause_s=0.5, size=6
+        ),
         "headers of one byte in a second": _dripping(b"", head(LENGTH), pause_s=1.0),
         "headers that never end": _dripping(
-            b"POST / HTTP/1.1\r\n", b"A: b\r\n" * 10**6, pause_s=0.2
+            b"POST / HTTP/1.1\r\n", one_header * 10**6, pause_s=0.2, size=len(one_header)
         ),
         "a connection without a request": _dripping(b"", b"", pause_s=1.0),
     }
@@ -212,12 +217,12 @@ def _slow() -> Iterator[Attack]:
     yield from make_attacks("slow client", silent, allowed=("left",), limit_s=20)
 
 
-def _dripping(start: bytes, rest: bytes, pause_s: float) -> Send:
-    """Return a function that sends `start`, then `rest` in small pieces until the server answers.
+def _dripping(start: bytes, rest: bytes, pause_s: float, size: int = 1) -> Send:
+    """Return a function that sends `start`, then `rest` in pieces until the server answers.
 
-    The server must end the connection within the time limit, with or without an answer.
+    Each piece has `size` bytes, and is sent `pause_s` seconds after the piece before. The server
+    must end the connection within the time limit, with or without an answer.
     """
-    piece_size = 6 if len(rest) > 10_000 else 1
 
     def send(target: Target, limit_s: float) -> Outcome:
         deadline = time.monotonic() + limit_s
@@ -231,8 +236,8 @@ def _dripping(start: bytes, rest: bytes, pause_s: float) -> Send:
                 if outcome.status != "hung":
                     return outcome
                 with suppress(OSError):
-                    connection.sendall(data[position : position + piece_size])
-                position += piece_size
+                    connection.sendall(data[position : position + size])
+                position += size
         return Outcome("hung")
 
     return send

@@ -85,7 +85,7 @@ def _role(command: list[str]) -> str:
         return program
     module = command[command.index("-m") + 1]
     if module.endswith("pooling_worker"):
-        _, model = command[-1].rsplit(maxsplit=1)  # the last argument is "worker of the model NAME"
+        model = command[-1].split()[-1]  # the last argument is "worker of the model NAME"
         return f"{model} worker"
     return _ROLES.get(module, "engine")
 
@@ -167,8 +167,7 @@ def _descriptors(served: Served, process: psutil.Process) -> Counter[str]:
     """Return the number of open file descriptors of each kind of file.
 
     A file is described by its path, in which N replaces long numbers: `/tmp/log-123` is
-    `/tmp/log-N`.
-    A socket is described by the endpoint of the server that uses the socket.
+    `/tmp/log-N`. A socket is described by the endpoint of the server that uses the socket.
     """
     endpoints = {
         served.http_port: "HTTP endpoint",

@@ -124,6 +124,24 @@ def test_a_content_part_can_be_a_string():
     assert message["content"] == [IMAGE_PLACEHOLDER, {"type": "text", "text": "abc"}]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Par', {"unparsed_arguments": '{"city": "Par'}),
+        ('["Paris"]', {"unparsed_arguments": '["Paris"]'}),
+        ("null", {}),
+        (" ", {}),
+    ],
+)
+def test_a_call_whose_arguments_the_model_wrote_wrongly_does_not_end_the_conversation(
+    arguments, expected
+):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    (message,) = read_messages({"messages": messages}, LIMITS)
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
+
+
 def chat_request(text):
     return Request(chat_request=np.array([text.encode()], dtype=np.object_))
 

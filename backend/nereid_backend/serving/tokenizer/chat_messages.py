@@ -248,27 +248,33 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # noqa: ANN401 - any JSON
+def _parse_arguments(text: str, index: int, limits: RequestLimits) -> dict[str, Any]:
     """Parse the arguments (JSON text) of a tool call in the message at position `index`.
+
+    If the arguments are not a JSON object, return an object that contains their text, as the
+    frontend does for Anthropic's API. A model has written the arguments, for example until it
+    reached max_tokens, and agents send them back in each later request of the conversation. An
+    error would therefore end the conversation.
 
     The limits are checked before and after parsing. A short JSON text can contain very many values
     or very deeply nested values, and such values would need too much memory.
 
+    Examples: `{"city": "Oslo"}` returns `{"city": "Oslo"}`, `null` returns `{}`, and `{"city": `
+    returns `{"unparsed_arguments": '{"city": '}`.
+
     Raises:
-        RequestError: the text is not valid JSON, exceeds a limit, or contains half of a surrogate
-            pair.
+        RequestError: the text exceeds a limit, or contains half of a surrogate pair.
     """
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)
     try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise RequestError(
-            f"messages: item {index} has a tool call whose function.arguments are not valid "
-            f"JSON: {error}"
-        ) from None
+        arguments = json.loads(text) if text.strip() else {}
+    except ValueError:
+        return {"unparsed_arguments": text}
     except RecursionError:
         raise limits.depth_error(field) from None
     limits.check_values_and_depth({field: arguments})
     refuse_surrogates(field, text, arguments)
-    return arguments
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else {"unparsed_arguments": text}

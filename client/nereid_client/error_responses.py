@@ -119,10 +119,15 @@ def _anthropic_message(error: ApiError) -> str:
     If the prompt is too long, the message begins with the words of Anthropic's own message, because
     clients recognize the error by these words. The model reports both numbers only in its message.
 
+    The words do not contain numbers if the frontend has refused the request before the prompt was
+    tokenised.
+
     Example: "prompt is too long: 9000 tokens > 4096 maximum. Input tokens exceed ...".
     """
-    lengths = tokens_and_limit(error.message)
-    if error.code != "context_length_exceeded" or lengths is None:
+    if error.code != "context_length_exceeded":
         return error.message
+    lengths = tokens_and_limit(error.message)
+    if lengths is None:
+        return f"prompt is too long. {error.message}"
     num_tokens, limit = lengths
     return f"prompt is too long: {num_tokens} tokens > {limit} maximum. {error.message}"

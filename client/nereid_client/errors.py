@@ -217,15 +217,22 @@ def to_api_error(error: FrontendError) -> ApiError:
 def _invalid_argument_error(message: str) -> ApiError:
     """Return an ApiError 400 for a wrong field that the backend has reported.
 
-    OpenAI's API has an error code and a message for an input that is too long. Many clients look
-    for this code or these words, so the error for such an input contains the code and the words.
+    OpenAI's API has an error code and two messages for an input that is too long. Many clients look
+    for this code or for the words of one message, so the error for such an input contains the code
+    and the words of both messages.
+
+    Example: "Input tokens exceed the configured limit: prompt has 9000 tokens; the limit is 4096
+    (max_model_len). This model's maximum context length is 4096 tokens."
     """
     param, sentence = _split_field(message)
-    if tokens_and_limit(sentence) is None:
+    lengths = tokens_and_limit(sentence)
+    if lengths is None:
         return ApiError(400, sentence, param=param)
+    _, limit = lengths
     return ApiError(
         400,
-        f"Input tokens exceed the configured limit: {sentence}",
+        f"Input tokens exceed the configured limit: {sentence.removesuffix('.')}. This model's "
+        f"maximum context length is {limit} tokens.",
         param=param,
         code="context_length_exceeded",
     )

@@ -56,6 +56,8 @@ def test_a_prompt_that_is_too_long_is_found_in_several_wordings(message):
     error = to_api_error(BackendError("INVALID_ARGUMENT", message))
     assert error.code == "context_length_exceeded"
     assert error.message.startswith("Input tokens exceed the configured limit: ")
+    # Agents such as opencode and qwen-code look for these words.
+    assert error.message.endswith("This model's maximum context length is 4096 tokens.")
     assert ".." not in error.message
 
 

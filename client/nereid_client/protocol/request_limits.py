@@ -113,8 +113,8 @@ class RequestLimits:
         """Return the error for a request that is too large. `param` names the request field."""
         return ApiError(
             400,
-            f"Input tokens exceed the configured limit: {problem}. The limit is "
-            f"{self.max_model_len} tokens (max_model_len). Send a shorter prompt.",
+            f"Input tokens exceed the configured limit: {problem}. This model's maximum context "
+            f"length is {self.max_model_len} tokens (max_model_len). Send a shorter prompt.",
             param=param,
             code="context_length_exceeded",
         )

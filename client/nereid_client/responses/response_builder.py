@@ -24,6 +24,8 @@ Json = dict[str, Any]
 
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 """Maps an HTTP status to the `code` in the error of a response. The default is "server_error"."""
+_TOO_LONG = "context_length_exceeded"
+"""The code of an ApiError that becomes the `code` of the response, because agents look for it."""
 
 
 class ResponseBuilder:
@@ -122,6 +124,8 @@ class ResponseBuilder:
     def fail(self, error: ApiError) -> list[Json]:
         """End the response with an error."""
         code = _ERROR_CODES.get(error.status, "server_error")
+        if error.code == _TOO_LONG:
+            code = _TOO_LONG
         self._error = {"code": code, "message": error.message}
         return self._end("failed", "failed")
 

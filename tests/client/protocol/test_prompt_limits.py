@@ -58,6 +58,14 @@ async def test_a_prompt_that_cannot_fit_is_refused(limited, post, path, body, pa
     assert limited.generations == []
 
 
+async def test_anthropics_clients_recognize_a_conversation_that_cannot_fit(limited, post):
+    answer = await post("/v1/messages", max_tokens=5, messages=[USER] * 683)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith("prompt is too long. Input tokens exceed")
+    assert limited.generations == []
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
 async def test_a_body_whose_prompt_cannot_fit_is_refused_before_it_is_read(limited, connect, path):
     num_read = 0

@@ -396,7 +396,10 @@ async def test_a_prompt_that_is_too_long_has_openais_code_and_words(connect, pat
         for stream in (False, True):
             error = error_of(await client.post(path, json={**bodies[path], "stream": stream}), 400)
             assert error["code"] == "context_length_exceeded"
-            assert error["message"] == f"Input tokens exceed the configured limit: {told}"
+            assert error["message"] == (
+                f"Input tokens exceed the configured limit: {told}. This model's maximum context "
+                "length is 4096 tokens."
+            )
 
 
 @pytest.mark.parametrize(

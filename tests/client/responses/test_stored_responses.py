@@ -261,6 +261,13 @@ async def test_a_background_response_that_fails_says_why(client):
     assert final["error"]["code"] == "server_error"
 
 
+async def test_a_background_response_to_a_long_conversation_has_the_code_that_agents_expect(client):
+    problem = "prompt has 9000 tokens; the limit is 4096 (max_model_len)"
+    made = await create(client, f"<fail INVALID_ARGUMENT {problem}>", background=True)
+    final = await until(client, made["id"], "failed")
+    assert final["error"]["code"] == "context_length_exceeded"
+
+
 async def test_a_bug_fails_a_background_response_and_not_the_server(backend, monkeypatch):
     async def broken(generation):
         raise ZeroDivisionError

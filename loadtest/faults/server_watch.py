@@ -13,6 +13,7 @@ import psutil
 
 from loadtest.faults.memory_slope import Sample, Trend, trend
 from loadtest.server import processes
+from loadtest.server.periodic import Periodic
 from loadtest.server.served import Served
 
 _BROKE = re.compile(r"^nereid: (.*); it is started again", re.MULTILINE)
@@ -53,7 +54,7 @@ class Outage:
         return ended >= self.began - _BEFORE_S and began <= self.ended + _AFTER_S
 
 
-class Watch:
+class Watch(Periodic):
     """Observes one server in a thread while its `with` block runs.
 
     Args:
@@ -67,14 +68,12 @@ class Watch:
     """
 
     def __init__(self, served: Served, every_s: float = 3.0) -> None:
+        super().__init__(every_s)
         self._served = served
-        self._every_s = every_s
         self._samples: dict[tuple[str, int], list[Sample]] = defaultdict(list)
         self._counters: dict[str, float] = {}
         self._levels: dict[str, list[float]] = defaultdict(list)
-        self._has_ended = threading.Event()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self._last_look = time.monotonic()
         self.outages: list[Outage] = []
         self.totals: dict[str, float] = defaultdict(float)
@@ -82,16 +81,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._counters = processes.gauges(self._served)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._has_ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._has_ended.wait(self._every_s):
-            self.look()
+        return super().__enter__()
 
     def look(self) -> None:
         """Observe the server now. Any thread may call this method."""

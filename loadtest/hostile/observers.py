@@ -15,6 +15,7 @@ import psutil
 
 from loadtest.hostile.requests import CHATS, chat, connect
 from loadtest.server import processes
+from loadtest.server.periodic import Periodic
 from loadtest.server.served import Served
 
 _SAMPLE_S = 0.3
@@ -124,7 +125,7 @@ class Memory(NamedTuple):
         return Memory(self.first_mib, max(self.peak_mib, mib))
 
 
-class MemoryWatch:
+class MemoryWatch(Periodic):
     """Samples the memory of the server's processes while its `with` block runs.
 
     The memory of a process is its proportional set size (PSS): a page that several processes share
@@ -138,31 +139,22 @@ class MemoryWatch:
     """
 
     def __init__(self, served: Served) -> None:
+        super().__init__(_SAMPLE_S)
         self._served = served
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self.by_role = {role: Memory(mib, mib) for role, mib in self._measure().items()}
         total_mib = sum(memory.first_mib for memory in self.by_role.values())
         self.total = Memory(total_mib, total_mib)
         self.peak_at = time.monotonic()
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join(10)
-
-    def _run(self) -> None:
-        while not self._stopped.wait(_SAMPLE_S):
-            current = self._measure()
-            for role, mib in current.items():
-                self.by_role[role] = self.by_role.get(role, Memory(mib, mib)).measured(mib)
-            total_mib = sum(current.values())
-            if total_mib > self.total.peak_mib:
-                self.peak_at = time.monotonic()
-            self.total = self.total.measured(total_mib)
+    def look(self) -> None:
+        """Measure the memory of all processes."""
+        current = self._measure()
+        for role, mib in current.items():
+            self.by_role[role] = self.by_role.get(role, Memory(mib, mib)).measured(mib)
+        total_mib = sum(current.values())
+        if total_mib > self.total.peak_mib:
+            self.peak_at = time.monotonic()
+        self.total = self.total.measured(total_mib)
 
     def _measure(self) -> dict[str, float]:
         """Return the current memory of each process in MiB."""

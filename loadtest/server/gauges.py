@@ -4,16 +4,16 @@ docs/reference/metrics.md describes the metrics.
 """
 
 import http.client
-import threading
 import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.server.periodic import Periodic
 
 Gauges = dict[str, float]
 
@@ -110,7 +110,7 @@ class Sample:
     gauges: Gauges
 
 
-class Sampler:
+class Sampler(Periodic):
     """Reads a metrics page periodically in a thread while its `with` block runs.
 
     Args:
@@ -122,25 +122,15 @@ class Sampler:
     """
 
     def __init__(self, url: str, every_s: float = 0.5) -> None:
+        super().__init__(every_s)
         self._url = url
-        self._every_s = every_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self.samples: list[Sample] = []
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._every_s):
-            # A page that cannot be read is left out, because callers check the server later.
-            with suppress(OSError):
-                self.samples.append(Sample(gauges=read(self._url), at=time.time()))
+    def look(self) -> None:
+        """Read the page, and add a sample."""
+        # A page that cannot be read is left out, because callers check the server later.
+        with suppress(OSError):
+            self.samples.append(Sample(gauges=read(self._url), at=time.time()))
 
 
 def rates(

@@ -498,6 +498,19 @@ def test_positions_that_depend_on_the_longest_request_limit_the_length():
     assert "longrope" in limit.reason
 
 
+@pytest.mark.parametrize(
+    ("max_length", "original", "expected"), [(512, 512, 2048), (512, None, 2048), (4096, 512, 4096)]
+)
+def test_yarn_extends_the_length_limit(max_length, original, expected):
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
+    config = AutoConfig.for_model(
+        "qwen2",
+        max_position_embeddings=max_length,
+        rope_scaling={name: value for name, value in scaling.items() if value is not None},
+    )
+    assert model_limit(config).num_tokens == expected
+
+
 def test_a_scale_that_counts_positions_in_the_batch_limits_the_length_of_batches():
     config = AutoConfig.for_model("inkling2_text", log_scaling_n_floor=1000)
     assert model_limit(config).num_tokens == 1000

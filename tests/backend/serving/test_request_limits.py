@@ -218,6 +218,25 @@ def test_a_value_is_measured():
         ({"max_position_embeddings": 4096}, 4096),
         ({"text_config": {"n_positions": 1024}, "vision_config": {}}, 1024),
         ({"max_position_embeddings": None}, 131_072),
+        (
+            {"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            2048,
+        ),
+        (
+            {
+                "text_config": {
+                    "max_position_embeddings": 4096,
+                    "rope_parameters": {
+                        "full_attention": {
+                            "rope_type": "yarn",
+                            "factor": 16,
+                            "original_max_position_embeddings": 512,
+                        }
+                    },
+                }
+            },
+            8192,
+        ),
     ],
 )
 def test_the_length_limit_is_read_from_the_checkpoint(tmp_path, config, expected):

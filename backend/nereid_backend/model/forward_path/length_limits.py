@@ -80,12 +80,31 @@ def _rope_limits(config: PretrainedConfig) -> list[LengthLimit]:
 
 
 def _limit_in_config(config: PretrainedConfig) -> LengthLimit:
-    """Return the length limit in a model's config, or the default if the config has no limit."""
+    """Return the length limit in a model's config, or the default if the config has no limit.
+
+    YaRN extends the limit by a factor. Some configs contain only the original limit, because users
+    add the fields of YaRN to config.json and leave max_position_embeddings unchanged. Example: a
+    max_position_embeddings of 32768 and a YaRN factor of 4 give the limit 131072.
+    """
     for name in _LENGTH_FIELDS:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
-            return LengthLimit(value, name)
+            limits = [LengthLimit(value, name), *_yarn_limits(config)]
+            return max(limits, key=lambda limit: limit.num_tokens)
     return LengthLimit(_NO_MODEL_LIMIT, "the default for models without a limit")
+
+
+def _yarn_limits(config: PretrainedConfig) -> list[LengthLimit]:
+    """Return the lengths to which the rotary embeddings of the type "yarn" extend a model."""
+    limits = []
+    for rope in _rope_parameters(config):
+        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") != "yarn":
+            continue
+        if isinstance(factor, int | float) and isinstance(original, int):
+            reason = "factor * original_max_position_embeddings of yarn position embeddings"
+            limits.append(LengthLimit(int(factor * original), reason))
+    return limits
 
 
 def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:

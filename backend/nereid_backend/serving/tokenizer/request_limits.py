@@ -315,12 +315,36 @@ def length_limit(config: EngineConfig) -> int:
 
 
 def _lengths_in(config: object) -> list[int]:
-    """Return all length limits in a config.json, including those of nested configs."""
+    """Return all length limits in a config.json, including those of nested configs.
+
+    YaRN (in rope_scaling or rope_parameters) extends the limit of a config by a factor.
+    """
     if not isinstance(config, dict):
         return []
     own = [config[name] for name in _LENGTH_FIELDS if isinstance(config.get(name), int)]
+    extended = _yarn_lengths(config, max(own, default=0))
     inner = [length for part in config.values() for length in _lengths_in(part)]
-    return [length for length in (*own, *inner) if length > 0]
+    return [length for length in (*own, *extended, *inner) if length > 0]
+
+
+def _yarn_lengths(config: dict[str, Any], own_limit: int) -> list[int]:
+    """Return the lengths to which YaRN extends the limit `own_limit` of a config.
+
+    Example: `{"rope_scaling": {"type": "yarn", "factor": 4.0}}` and the limit 32768 return
+    `[131072]`.
+    """
+    lengths = []
+    for ropes in (config.get("rope_scaling"), config.get("rope_parameters")):
+        if not isinstance(ropes, dict):
+            continue
+        # `ropes` describes the position embeddings of all layers, or of each type of layer.
+        for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+            is_yarn = "yarn" in (rope.get("type"), rope.get("rope_type"))
+            original = rope.get("original_max_position_embeddings", own_limit)
+            factor = rope.get("factor")
+            if is_yarn and isinstance(factor, int | float) and isinstance(original, int):
+                lengths.append(int(factor * original))
+    return lengths
 
 
 def _check_count(field: str, unit: str, count: int, limit: int, name: str) -> None:

@@ -208,7 +208,7 @@ def _difference_of_texts(channel: str, expected: str, text: str, *, is_whole: bo
 
 
 def _num_equal_characters(text: str, other: str) -> int:
-    """Return the length of the common beginning. Example: "abc" and "abd" give 2."""
+    """Return the length of the common beginning. Example: "house" and "hour" give 3."""
     pairs = zip(text, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

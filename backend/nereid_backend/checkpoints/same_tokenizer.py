@@ -24,6 +24,7 @@ _OTHER_FILES = (
     *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
+_FOLDER_OF_TEMPLATES = "additional_chat_templates"
 # When two tokenizers are compared, these fields are ignored, because some programs change them when
 # they save an unchanged tokenizer. Padding and truncation can be ignored, too, because each call of
 # the tokenizer sets them.
@@ -45,7 +46,9 @@ def hash_tokenizer_files(folder: str) -> TokenizerFiles:
         ModelError: if a file cannot be read.
     """
     digests = {}
-    for name in (*VOCABULARIES, *_OTHER_FILES):
+    templates = sorted(Path(folder, _FOLDER_OF_TEMPLATES).glob("*.jinja"))
+    template_names = [f"{_FOLDER_OF_TEMPLATES}/{template.name}" for template in templates]
+    for name in (*VOCABULARIES, *_OTHER_FILES, *template_names):
         file = Path(folder, name)
         try:
             content = file.read_bytes()

@@ -4,6 +4,7 @@ import pytest
 from nereid_backend import ModelError
 from nereid_backend.checkpoints.same_tokenizer import check_same_tokenizer, hash_tokenizer_files
 
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 VOCABULARY = {"model": {"vocab": {"a": 0, "b": 1}}, "padding": {"length": 8}}
 
 
@@ -12,6 +13,7 @@ def files(folder, contents):
     folder.mkdir()
     for name, content in contents.items():
         text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return hash_tokenizer_files(str(folder))
 
@@ -41,6 +43,7 @@ def test_an_equal_tokenizer_is_accepted(contents, tmp_path):
         ({"tokenizer.json": {"model": {"vocab": {"a": 1, "b": 0}}}}, r"tokenizer\.json .* differs"),
         ({"tokenizer_config.json": {"eos": "a"}}, r"tokenizer_config\.json .* differs"),
         ({"chat_template.jinja": "other"}, r"chat_template\.jinja .* differs"),
+        ({TOOL_TEMPLATE: "other"}, r"additional_chat_templates/tool_use\.jinja .* differs"),
         ({"vocab.txt": "a"}, r"vocab\.txt, .* cannot be compared"),
         ({"tokenizer.json": "{"}, r"tokenizer\.json .* differs"),
     ],
@@ -50,6 +53,7 @@ def test_another_tokenizer_is_refused(contents, message, tmp_path):
         "tokenizer.json": VOCABULARY,
         "tokenizer_config.json": {"eos": "b"},
         "chat_template.jinja": "{{ messages }}",
+        TOOL_TEMPLATE: "{{ tools }}",
     }
     with pytest.raises(ModelError, match=message):
         check_same_tokenizer(files(tmp_path / "a", served), files(tmp_path / "b", contents))

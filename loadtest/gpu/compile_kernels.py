@@ -7,14 +7,18 @@ spilled registers (stack_bytes), its matrix instructions, and its number of asyn
 launches are those of GPU attention and of the GPU sampler. They are recorded instead of run.
 """
 
+import contextlib
+import itertools
 import json
 import re
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,14 +27,14 @@ from nereid_backend.attention.attention_batch import Prefill
 from nereid_backend.attention.gpu import gpu_attention, triton_decode, triton_prefill, triton_store
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows, PrefillRows
 from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8
-from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
+from nereid_backend.attention.gpu.tuning import Device
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.sampling import gpu_sampling, triton_sampling
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loadtest import command_line
+from loadtest.command_line import Option, parse_command_line
 
 SPECS = {
     "128": LayerSpec(32, 8, 128, 128),
@@ -60,30 +64,51 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.float64: "*fp64",
 }
+# Arguments of a launch that are options of the compiler.
+_COMPILER_OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 _MODULES = (triton_store, triton_decode, triton_prefill, triton_sampling)
 # The name of an additional case that is not in SPECS: the kernels of the sampler.
 _SAMPLING = "sampling"
-_VOCAB_SIZE = 151_936
+_SAMPLED_ROWS, _VOCAB_SIZE = 64, 151_936
+_BLOCK_SIZE, _NUM_BLOCKS = 16, 64
+# The new tokens of a step: some decodes, and one prompt whose first tokens are cached.
+_NUM_DECODES, _NUM_PROMPT_TOKENS, _NUM_CACHED = 16, 64, 1024
+# The decode kernel splits a sequence of this length into parts.
+_LONG_SEQUENCE = 2**20
+_WARP_SIZE = 32
+OPTIONS = {
+    "--capabilities": Option([80, 90], "compute capabilities of the GPUs"),
+    "--specs": Option([*SPECS, _SAMPLING], "layers, or the sampler", [*SPECS, _SAMPLING]),
+    "--dtypes": Option(["bfloat16"], "dtypes of the cache or of the logits", list(DTYPES)),
+}
+
+
+class Launch(NamedTuple):
+    """The arguments of one launch of a kernel."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    named: dict[str, Any]
 
 
 class Recorder:
     """Replaces a kernel, and records the arguments of its launches instead of running it."""
 
-    def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - triton is untyped
-        self.kernel = kernel
-        self.launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:  # noqa: ANN401 - no types
+        self._kernel = kernel
+        self._launches = launches
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:  # noqa: ANN401 - as above
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return a function that records one launch. The size of the grid has no effect."""
+
         def launch(*args: object, **named: object) -> None:
-            self.launches.append((args, named))
+            self._launches.append(Launch(self._kernel, args, named))
 
         return launch
 
 
-def record(
-    case: str, dtype: torch.dtype, capability: int, tuning: Tuning | None = None
-) -> list[Recorder]:
-    """Record the kernel launches of one attention layer, or of sampling.
+def record(case: str, dtype: torch.dtype, capability: int) -> list[Launch]:
+    """Return the kernel launches of one attention layer, or of sampling.
 
     The step of the attention layer contains decodes and a prefill.
 
@@ -91,31 +116,19 @@ def record(
         case: the name of the layer in SPECS, or "sampling".
         dtype: the dtype of the KV cache, or of the logits.
         capability: the compute capability of the GPU, such as 90.
-        tuning: tile sizes for all kernels, instead of the defaults of the GPU.
-
-    Returns:
-        One recorder for each kernel that was launched.
     """
-    recorders = {
-        (module, name): Recorder(getattr(module, name))
-        for module in _MODULES
-        for name in kernel_names(module)
-    }
-    try:
-        for (module, name), recorder in recorders.items():
-            setattr(module, name, recorder)
-        device = Device({}, (capability // 10, capability % 10))
-        if tuning is not None:
-            device = fixed(tuning)
+    launches: list[Launch] = []
+    with contextlib.ExitStack() as patches:
+        for module in _MODULES:
+            for name in kernel_names(module):
+                recorder = Recorder(getattr(module, name), launches)
+                patches.enter_context(mock.patch.object(module, name, recorder))
         if case == _SAMPLING:
             run_sampling(dtype)
         else:
             float8 = Float8.DEVICE if capability >= 90 else Float8.BITS
-            run_layer(SPECS[case], dtype, device, float8)
-    finally:
-        for (module, name), recorder in recorders.items():
-            setattr(module, name, recorder.kernel)
-    return [recorder for recorder in recorders.values() if recorder.launches]
+            run_layer(SPECS[case], dtype, Device({}, divmod(capability, 10)), float8)
+    return launches
 
 
 def kernel_names(module: ModuleType) -> list[str]:
@@ -123,78 +136,108 @@ def kernel_names(module: ModuleType) -> list[str]:
     return [name for name in vars(module) if name.endswith("_kernel")]
 
 
-def fixed(tuning: Tuning) -> Device:
-    """Return a device whose kernels all have the same tuning."""
-    sizes = {dtype.itemsize for dtype in DTYPES.values()}
-    return Device({name: [Entry(2**16, s, tuning) for s in sizes] for name in KERNELS})
-
-
 def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float8) -> None:
     """Call the kernels of one attention layer on tensors without memory."""
-    num_tokens, block_size = 80, 16
-    is_scaled = dtype.itemsize == 1
-    model_dtype = torch.bfloat16 if is_scaled else dtype
+    num_tokens = _NUM_DECODES + _NUM_PROMPT_TOKENS
+    model_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    call = _attention_call(spec, dtype, model_dtype, float8)
 
-    def empty(*shape: int, of: torch.dtype = model_dtype) -> Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
+    def packed(num_heads: int, dim: int) -> Tensor:
+        return _empty(num_tokens, num_heads, dim, dtype=model_dtype).transpose(0, 1)
 
-    def packed(heads: int, dim: int) -> Tensor:
-        return empty(num_tokens, heads, dim).transpose(0, 1)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64)
-
-    scales = empty(65, spec.num_kv_heads, block_size, of=torch.float32)
-    call = AttentionCall(
-        spec,
-        empty(65, spec.num_kv_heads, block_size, spec.key_dim, of=dtype),
-        empty(65, spec.num_kv_heads, block_size, spec.value_dim, of=dtype),
-        spec.key_dim**-0.5,
-        empty(spec.num_heads) if spec.has_sinks else None,
-        (scales, scales) if is_scaled else None,
-        float8 if dtype == torch.uint8 else Float8.NONE,
-    )
     query = packed(spec.num_heads, spec.key_dim)
-    out = empty(num_tokens, spec.num_heads, spec.value_dim)
-    new = packed(spec.num_kv_heads, spec.key_dim), packed(spec.num_kv_heads, spec.value_dim)
-    dim, itemsize = max(spec.key_dim, spec.value_dim), dtype.itemsize
-    gpu_attention.store(*new, call, numbers(num_tokens))
-    # The sequence is so long that the decode kernel splits it into parts. The second launch is the
-    # one that CUDA graphs capture: it reads the length of the longest sequence from memory.
-    for longest in (None, numbers(1)):
-        rows = DecodeRows(
-            1, [(1, 2**20)], numbers(2**16), numbers(1), numbers(1), numbers(1), longest
+    key = packed(spec.num_kv_heads, spec.key_dim)
+    value = packed(spec.num_kv_heads, spec.value_dim)
+    out = _empty(num_tokens, spec.num_heads, spec.value_dim, dtype=model_dtype)
+    dim = max(spec.key_dim, spec.value_dim)
+    gpu_attention.store(key, value, call, _integers(num_tokens))
+    # The second launch is the one that CUDA graphs capture. It reads the length of the longest
+    # sequence from memory.
+    for longest in (None, _integers(1)):
+        decodes = DecodeRows(
+            count=1,
+            bounds=[(1, _LONG_SEQUENCE)],
+            table=_integers(_LONG_SEQUENCE // _BLOCK_SIZE),
+            table_starts=_integers(1),
+            tokens=_integers(1),
+            lens=_integers(1),
+            longest=longest,
         )
-        gpu_attention.decode(query, call, rows, out, device.tuning("decode", dim, itemsize))
-    prefills = PrefillRows([Prefill(16, 80, 1024, numbers(1, 68))], numbers(68), numbers(1, 4))
-    gpu_attention.prefill(query, call, prefills, out, device.tuning("prefill", dim, itemsize))
+        tuning = device.tuning("decode", dim, dtype.itemsize)
+        gpu_attention.decode(query, call, decodes, out, tuning)
+    num_blocks = (_NUM_CACHED + _NUM_PROMPT_TOKENS) // _BLOCK_SIZE
+    prompt = Prefill(_NUM_DECODES, num_tokens, _NUM_CACHED, blocks=_integers(1, num_blocks))
+    prefills = PrefillRows([prompt], _integers(num_blocks), _integers(1, 4))
+    tuning = device.tuning("prefill", dim, dtype.itemsize)
+    gpu_attention.prefill(query, call, prefills, out, tuning)
+
+
+def _attention_call(
+    spec: LayerSpec, dtype: torch.dtype, model_dtype: torch.dtype, float8: Float8
+) -> AttentionCall:
+    """Return the arguments of an attention call on a KV cache of `dtype` without memory."""
+    places = (_NUM_BLOCKS + 1, spec.num_kv_heads, _BLOCK_SIZE)
+    scales = _empty(*places, dtype=torch.float32)
+    return AttentionCall(
+        spec,
+        keys=_empty(*places, spec.key_dim, dtype=dtype),
+        values=_empty(*places, spec.value_dim, dtype=dtype),
+        scale=spec.key_dim**-0.5,
+        sinks=_empty(spec.num_heads, dtype=model_dtype) if spec.has_sinks else None,
+        scales=(scales, scales) if dtype.itemsize == 1 else None,
+        float8=float8 if dtype == torch.uint8 else Float8.NONE,
+    )
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _integers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
 
 
 def run_sampling(dtype: torch.dtype) -> None:
     """Call the kernels of the sampler on logits without memory."""
-    logits = torch.empty(64, _VOCAB_SIZE, dtype=dtype, device="meta")
-    gpu_sampling.sample(logits, logits, np.zeros((5, 64)))
+    logits = _empty(_SAMPLED_ROWS, _VOCAB_SIZE, dtype=dtype)
+    parameters = np.zeros((5, _SAMPLED_ROWS))
+    gpu_sampling.sample(logits, logits, parameters)
 
 
-def compile_launch(
-    kernel: Any,  # noqa: ANN401 - triton is untyped
-    args: tuple[Any, ...],
-    named: dict[str, Any],
-    capability: int,
-) -> dict[str, Any]:
+def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
     """Compile the kernel of a launch, and return its resources."""
-    options = {
-        name: named[name]
-        for name in ("num_warps", "num_stages", "enable_fp_fusion")
-        if name in named
+    options = {name: launch.named[name] for name in _COMPILER_OPTIONS & launch.named.keys()}
+    source = _source(launch)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, _WARP_SIZE), options=options
+    )
+    assembly = compiled.asm["ptx"]
+    waits = re.findall(r"ttg\.async_wait\b[^\n]*\bnum = (\d+)", compiled.asm["ttgir"])
+    products = re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", assembly)
+    return {
+        "shared_bytes": compiled.metadata.shared,
+        **resources(compiled.asm["cubin"]),
+        "products": sorted(set(products)),
+        "num_async_copies": len(re.findall(r"cp\.async\.c[ag]", assembly)),
+        "copies_in_flight": max(map(int, waits), default=0),
     }
-    constants = {name: value for name, value in named.items() if name not in options}
+
+
+def _source(launch: Launch) -> ASTSource:
+    """Return a kernel with the types of its arguments, as Triton derives them from a launch.
+
+    Named arguments are constants of the kernel, except those that are options of the compiler.
+    """
+    constants = {
+        name: value for name, value in launch.named.items() if name not in _COMPILER_OPTIONS
+    }
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
+    names = launch.kernel.arg_names
+    for index, (name, arg) in enumerate(zip(names, launch.args, strict=False)):
         if isinstance(arg, float):
             signature[name] = "fp32"
-        elif kernel.params[index].do_not_specialize:
+        elif launch.kernel.params[index].do_not_specialize:
             signature[name] = "i32"
         elif isinstance(arg, int) and arg == 1:
             signature[name], constants[name] = "constexpr", 1
@@ -202,18 +245,8 @@ def compile_launch(
             signature[name] = _POINTERS[arg.dtype] if isinstance(arg, Tensor) else "i32"
             if isinstance(arg, Tensor) or arg % 16 == 0:
                 attributes[index,] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys(named.keys() - options.keys(), "constexpr")
-    source = ASTSource(kernel, signature, constants, attributes)
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    code = done.asm["ptx"]
-    waits = re.findall(r"ttg\.async_wait\b[^\n]*\bnum = (\d+)", done.asm["ttgir"])
-    return {
-        "shared_bytes": done.metadata.shared,
-        **resources(done.asm["cubin"]),
-        "products": sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", code))),
-        "num_async_copies": len(re.findall(r"cp\.async\.c[ag]", code)),
-        "copies_in_flight": max(map(int, waits), default=0),
-    }
+    signature |= dict.fromkeys(launch.named.keys() - _COMPILER_OPTIONS, "constexpr")
+    return ASTSource(launch.kernel, signature, constants, attributes)
 
 
 def resources(binary: bytes) -> dict[str, int]:
@@ -224,43 +257,26 @@ def resources(binary: bytes) -> dict[str, int]:
         file.flush()
         command = [str(tool), "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
-    return {"registers": found["REG"], "stack_bytes": found["STACK"]}
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    return {"registers": usage["REG"], "stack_bytes": usage["STACK"]}
 
 
 def main() -> None:
     """Compile the selected kernels, and print one line for each."""
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
-    specs, dtypes = [*SPECS, _SAMPLING], list(DTYPES)
-    add("--capabilities", type=int, nargs="+", default=[80, 90], help="compute capabilities")
-    add("--specs", nargs="+", choices=specs, default=specs, help="layers, or the sampler")
-    add("--dtypes", nargs="+", choices=dtypes, default=["bfloat16"], help="dtypes of the cache")
-    add("--kernels", nargs="+", help="names of kernels (default: all)")
-    add(
-        "--tuning",
-        type=int,
-        nargs=4,
-        metavar=("ROWS", "TILE", "WARPS", "STAGES"),
-        help="tile sizes for all kernels (default: the defaults of each GPU)",
-    )
-    args = parser.parse_args()
-    tuning = Tuning(*args.tuning) if args.tuning else None
+    args = parse_command_line(__doc__, OPTIONS)
     warnings.simplefilter("ignore")
-    for name in args.specs:
-        for dtype in args.dtypes:
-            if name == _SAMPLING and DTYPES[dtype].itemsize == 1:
-                continue
-            for capability in args.capabilities:
-                for recorder in record(name, DTYPES[dtype], capability, tuning):
-                    if args.kernels and recorder.kernel.__name__ not in args.kernels:
-                        continue
-                    line = {"kernel": recorder.kernel.__name__, "spec": name, "dtype": dtype}
-                    line["capability"] = capability
-                    for args_of_launch, named in recorder.launches:
-                        line["captured"] = bool(named.get("READS_LONGEST"))
-                        facts = compile_launch(recorder.kernel, args_of_launch, named, capability)
-                        print(json.dumps({**line, **facts}), flush=True)
+    for case, dtype, capability in itertools.product(args.specs, args.dtypes, args.capabilities):
+        if case == _SAMPLING and DTYPES[dtype].itemsize == 1:
+            continue  # logits do not have 8 bits
+        for launch in record(case, DTYPES[dtype], capability):
+            facts = {
+                "kernel": launch.kernel.__name__,
+                "spec": case,
+                "dtype": dtype,
+                "capability": capability,
+                "captured": bool(launch.named.get("READS_LONGEST")),
+            }
+            print(json.dumps(facts | compile_launch(launch, capability)), flush=True)
 
 
 if __name__ == "__main__":

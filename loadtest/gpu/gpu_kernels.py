@@ -9,10 +9,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from nereid_backend.attention import reference
+from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
@@ -37,16 +38,17 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}
 # The seconds for which a graph is replayed before it is measured.
 _WARM_UP_S = 0.1
 
+# The numbers of (cached, new) tokens of each sequence in one step.
 Shapes = list[tuple[int, int]]
 
 REAL_SPECS = {
     "32/8 heads of 128": LayerSpec(32, 8, 128, 128),
     "64/8 heads of 64, window 128, sinks": LayerSpec(
-        64, 8, 64, 64, LayerWindow(size=128), None, True
+        64, 8, 64, 64, LayerWindow(size=128), has_sinks=True
     ),
     "64/8 heads of 64, sinks": LayerSpec(64, 8, 64, 64, has_sinks=True),
     "16/8 heads of 256, window 4096, softcap": LayerSpec(
-        16, 8, 256, 256, LayerWindow(size=4096), 50.0
+        16, 8, 256, 256, LayerWindow(size=4096), softcap=50.0
     ),
     "16/16 heads, keys 192, values 128": LayerSpec(16, 16, 192, 128),
     "32/32 heads of 80": LayerSpec(32, 32, 80, 80),
@@ -54,15 +56,16 @@ REAL_SPECS = {
     "40/8 heads of 128, chunks of 8192": LayerSpec(40, 8, 128, 128, LayerWindow(chunk=8192)),
     "71/1 heads of 64": LayerSpec(71, 1, 64, 64),
 }
-# The numbers of (cached, new) tokens of each sequence in one step. The step contains decodes of all
-# lengths, and prompts that are whole, continued or tiny.
+# The step contains decodes of all lengths, and prompts that are whole, continued or tiny.
 REAL_SHAPES: Shapes = [
     *[(9000, 1), (20000, 1), (17, 1), (0, 1)],
     *[(131 * i, 1) for i in range(20)],
     *[(0, 2000), (5000, 300), (0, 17), (12000, 5)],
 ]
 TINY_SPECS = {
-    "4/2 heads of 16, window 21, sinks": LayerSpec(4, 2, 16, 16, LayerWindow(size=21), None, True),
+    "4/2 heads of 16, window 21, sinks": LayerSpec(
+        4, 2, 16, 16, LayerWindow(size=21), has_sinks=True
+    ),
     "2/1 heads of 24 and 10": LayerSpec(2, 1, 24, 10),
 }
 TINY_SHAPES: Shapes = [(40, 1), (0, 1), (0, 9), (20, 3)]
@@ -85,6 +88,27 @@ CANDIDATES = {
 
 class KernelError(Exception):
     """A kernel differs from its reference implementation."""
+
+
+class Case(NamedTuple):
+    """One step of one layer.
+
+    Attributes:
+        name: the name in the report.
+        spec: the layer.
+        shapes: the tokens of each sequence.
+        cache: the kind of the KV cache.
+    """
+
+    name: str
+    spec: LayerSpec
+    shapes: Shapes
+    cache: type[GpuKVCache] = GpuKVCache
+
+
+def decodes(num_tokens: int, count: int = 1) -> Shapes:
+    """Return `count` sequences that decode. Each has `num_tokens` tokens, including the new one."""
+    return [(num_tokens - 1, 1)] * count
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,57 +136,55 @@ class Measured:
 class LayerStep:
     """One layer of one packed step over a KV cache of random numbers."""
 
-    def __init__(
-        self,
-        spec: LayerSpec,
-        shapes: Shapes,
-        dtype: torch.dtype,
-        device: torch.device,
-        kind: type[GpuKVCache] = GpuKVCache,
-    ) -> None:
-        """Create sequences with these (cached, new) tokens, and assign blocks in random order."""
-        self.spec, self.shapes, self.dtype, self.device = spec, shapes, dtype, device
-        self.shapes = sorted(shapes, key=lambda shape: shape[1] > 1)
-        counts = [-(-(cached + new) // BLOCK) for cached, new in self.shapes]
-        self.cache = self._make_cache(kind, sum(counts), dtype)
+    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec, self.dtype, self.device = case.spec, dtype, device
+        self.shapes = sorted(case.shapes, key=lambda shape: shape[1] > 1)  # decodes come first
+        self._num_blocks = [ceil_div(cached + new, BLOCK) for cached, new in self.shapes]
+        self.cache = self._make_cache(case.cache, sum(self._num_blocks), dtype)
         self._fill()
-        free = iter(torch.randperm(sum(counts)).tolist())
-        builder = BatchBuilder(
-            max_num_seqs=len(self.shapes),
-            max_model_len=max(counts) * BLOCK,
-            block_size=BLOCK,
-            null_block=self.cache.null_block,
-        )
-        chunks = []
-        for row, ((cached, new), count) in enumerate(zip(self.shapes, counts, strict=True)):
-            sequence = Sequence(
-                str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=2**40
-            )
-            sequence.row, sequence.block_table = row, list(itertools.islice(free, count))
-            chunks.append(Chunk(sequence, cached, new, True, True, 1))
-        num_tokens = sum(new for _, new in self.shapes)
-        self.batch = builder.build(StepPlan(chunks, num_tokens), device).attention
-        self.inputs = tuple(
-            torch.randn(num_tokens, heads, dim, dtype=dtype, device=device).transpose(0, 1)
-            for heads, dim in (
-                (spec.num_heads, spec.key_dim),
-                (spec.num_kv_heads, spec.key_dim),
-                (spec.num_kv_heads, spec.value_dim),
-            )
+        self.batch = self._make_batch()
+        spec = self.spec
+        self.inputs = (
+            self._random_heads(spec.num_heads, spec.key_dim),
+            self._random_heads(spec.num_kv_heads, spec.key_dim),
+            self._random_heads(spec.num_kv_heads, spec.value_dim),
         )
         self.sinks = torch.randn(spec.num_heads, device=device) if spec.has_sinks else None
         self.scale = spec.key_dim**-0.5
 
+    def _make_batch(self) -> AttentionBatch:
+        """Return the metadata of the step. The sequences have blocks in random order."""
+        free_blocks = iter(torch.randperm(sum(self._num_blocks)).tolist())
+        chunks = []
+        for row, (cached, new) in enumerate(self.shapes):
+            sequence = Sequence(
+                str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=2**40
+            )
+            sequence.row = row
+            sequence.block_table = list(itertools.islice(free_blocks, self._num_blocks[row]))
+            chunks.append(Chunk(sequence, cached, new, True, True, 1))
+        builder = BatchBuilder(
+            max_num_seqs=len(self.shapes),
+            max_model_len=max(self._num_blocks) * BLOCK,
+            block_size=BLOCK,
+            null_block=self.cache.null_block,
+        )
+        return builder.build(StepPlan(chunks, self._num_tokens), self.device).attention
+
+    @property
+    def _num_tokens(self) -> int:
+        """The number of new tokens."""
+        return sum(new for _, new in self.shapes)
+
+    def _random_heads(self, num_heads: int, dim: int) -> Tensor:
+        """Return random queries, keys or values of the new tokens, [num_heads, num_tokens, dim]."""
+        size = (self._num_tokens, num_heads, dim)
+        return torch.randn(size, dtype=self.dtype, device=self.device).transpose(0, 1)
+
     def attend(self) -> Tensor:
         """Return the output of the kernels, [num_tokens, num_heads, value_dim]."""
-        query, key, value = self.inputs
         return gpu_attention.attend(
-            (query, key, value),
-            0,
-            self.cache,
-            self.batch,
-            scale=self.scale,
-            sinks=self.sinks,
+            self.inputs, 0, self.cache, self.batch, scale=self.scale, sinks=self.sinks
         )
 
     def expected(self) -> tuple[Tensor, KVCache]:
@@ -181,12 +203,7 @@ class LayerStep:
             cache.values[0].copy_(self.cache.values[0])
             cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
         out = reference.attend(
-            (query, key, value),
-            0,
-            cache,
-            self.batch,
-            scale=self.scale,
-            sinks=self.sinks,
+            (query, key, value), 0, cache, self.batch, scale=self.scale, sinks=self.sinks
         )
         return out, cache
 
@@ -201,8 +218,7 @@ class LayerStep:
     @property
     def prefill_flops(self) -> int:
         """The number of floating-point operations for the prompts, without masked scores."""
-        pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shapes if new > 1)
-        return 2 * pairs * self.spec.num_heads * (self.spec.key_dim + self.spec.value_dim)
+        return _flops(self.spec, [shape for shape in self.shapes if shape[1] > 1])
 
     def _restore(
         self, cache: ScaledKVCache, reference_cache: KVCache, rows: Tensor
@@ -212,29 +228,15 @@ class LayerStep:
         Raises:
             KernelError: the numbers that the step wrote differ by more than the rounding.
         """
-        found = []
-        pairs = (
-            (reference_cache.keys[0], cache.keys[0], cache.key_scales[0], self.inputs[1]),
-            (reference_cache.values[0], cache.values[0], cache.value_scales[0], self.inputs[2]),
-        )
-        for target, kept, scales, given in pairs:
-            for part in _slices(len(kept)):
-                target[part] = cache.restored(kept[part], scales[part])
-            stored = target.view(-1, target.shape[3])[rows].view(
-                given.shape[1], -1, target.shape[3]
-            )
-            stored, wanted = stored.transpose(0, 1), given.float()
-            largest = wanted.abs().amax(-1, keepdim=True)
-            if isinstance(cache, Float8KVCache):
-                allowed = wanted.abs() * (1.01 / 16) + largest * 2.0**-17
-            else:
-                # A rounding error is at most half a step of the integers. The remaining 0.01 is a
-                # safety margin.
-                allowed = largest * (0.51 / 127)
-            if not bool(((stored - wanted).abs() <= allowed).all()):
-                raise KernelError("the 8-bit cache write differs by more than the rounding")
-            found.append(stored)
-        return found[0], found[1]
+        _, key, value = self.inputs
+        keys, values = reference_cache.keys[0], reference_cache.values[0]
+        for target, stored, scales in (
+            (keys, cache.keys[0], cache.key_scales[0]),
+            (values, cache.values[0], cache.value_scales[0]),
+        ):
+            for part in _slices(len(stored)):
+                target[part] = cache.restored(stored[part], scales[part])
+        return _written(cache, keys, rows, key), _written(cache, values, rows, value)
 
     def _fill(self) -> None:
         """Fill the cache with random keys and values, except the null block."""
@@ -260,34 +262,69 @@ def _slices(count: int) -> list[slice]:
     return [slice(i, min(i + 4096, count)) for i in range(0, count, 4096)]
 
 
-def check(
-    name: str,
-    spec: LayerSpec,
-    shapes: Shapes,
-    dtype: torch.dtype,
-    device: torch.device,
-    kind: type[GpuKVCache] = GpuKVCache,
-) -> float:
+def ceil_div(number: int, divisor: int) -> int:
+    """Return `number / divisor`, rounded up."""
+    return -(-number // divisor)
+
+
+def _flops(spec: LayerSpec, shapes: Shapes) -> int:
+    """Return the number of floating-point operations of attention, without masked scores."""
+    num_scores = sum(new * cached + new * (new + 1) // 2 for cached, new in shapes)
+    return 2 * num_scores * spec.num_heads * (spec.key_dim + spec.value_dim)
+
+
+def _written(cache: ScaledKVCache, restored: Tensor, rows: Tensor, new: Tensor) -> Tensor:
+    """Return the keys or values that a step wrote into a cache, as float32.
+
+    Args:
+        cache: the 8-bit cache.
+        restored: the numbers of the cache as float32.
+        rows: the rows of the cache that the step wrote.
+        new: the numbers before the rounding, [num_kv_heads, num_tokens, dim].
+
+    Raises:
+        KernelError: the numbers differ by more than the rounding.
+    """
+    dim = restored.shape[3]
+    written = restored.view(-1, dim)[rows].view(new.shape[1], -1, dim).transpose(0, 1)
+    wanted = new.float()
+    largest = wanted.abs().amax(-1, keepdim=True)
+    if isinstance(cache, Float8KVCache):
+        allowed = wanted.abs() * (1.01 / 16) + largest * 2.0**-17
+    else:
+        # A rounding error is at most half a step of the integers. The remaining 0.01 is a safety
+        # margin.
+        allowed = largest * (0.51 / 127)
+    if not bool(((written - wanted).abs() <= allowed).all()):
+        raise KernelError("the 8-bit cache write differs by more than the rounding")
+    return written
+
+
+def check(case: Case, dtype: torch.dtype, device: torch.device) -> float:
     """Return the largest difference between the kernels and the reference in one step.
 
     Raises:
         KernelError: the difference is larger than rounding explains.
     """
-    step = LayerStep(spec, shapes, dtype, device, kind)
-    if kind is GpuKVCache:
+    step = LayerStep(case, dtype, device)
+    if case.cache is GpuKVCache:
         expected, cache = step.expected()
-        found = step.attend()
-        for ours, theirs in ((step.cache.keys, cache.keys), (step.cache.values, cache.values)):
-            if not torch.equal(ours[0].float(), theirs[0]):
-                raise KernelError(f"{name}, {dtype}: the cache write differs from its reference")
+        out = step.attend()
+        for stored, due in ((step.cache.keys, cache.keys), (step.cache.values, cache.values)):
+            if not torch.equal(stored[0].float(), due[0]):
+                raise KernelError(
+                    f"{case.name}, {dtype}: the cache write differs from its reference"
+                )
     else:
-        found = step.attend()
+        out = step.attend()
         expected, _ = step.expected()
-    difference = (found.float() - expected).abs()
+    difference = (out.float() - expected).abs()
     allowed = TOLERANCE[dtype] * (1 + expected.abs())
     if not bool((difference <= allowed).all()):
         worst = difference.nan_to_num(float("inf")).max().item()
-        raise KernelError(f"{name}, {dtype}: attention differs from its reference by {worst:.3g}")
+        raise KernelError(
+            f"{case.name}, {dtype}: attention differs from its reference by {worst:.3g}"
+        )
     return float(difference.max())
 
 
@@ -319,7 +356,7 @@ def milliseconds(work: Callable[[], object], device: torch.device, repeat: int =
         replay()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
@@ -345,47 +382,42 @@ def copy_rate(device: torch.device, num_bytes: int) -> float:
     return 2 * num_bytes / (milliseconds(lambda: target.copy_(source), device) / 1e3)
 
 
-def decode_rate(
-    name: str,
-    spec: LayerSpec,
-    shapes: Shapes,
-    device: torch.device,
-    limit: float,
-    kind: type[GpuKVCache] = GpuKVCache,
-) -> Measured:
+def decode_rate(case: Case, device: torch.device, limit: float) -> Measured:
     """Measure the bytes/s of a decode step, including the cache write and the reduction."""
-    step = LayerStep(spec, shapes, torch.bfloat16, device, kind)
+    step = LayerStep(case, torch.bfloat16, device)
     spent = milliseconds(step.attend, device)
-    return Measured(name, spent, step.decode_bytes / (spent / 1e3), limit)
+    return Measured(case.name, spent, step.decode_bytes / (spent / 1e3), limit)
 
 
-def prefill_rate(name: str, spec: LayerSpec, shapes: Shapes, device: torch.device) -> Measured:
-    """Measure the FLOP/s of a prefill step. The limit is the FLOP/s of torch's fused attention.
+def prefill_rate(case: Case, device: torch.device) -> Measured:
+    """Measure the FLOP/s of a prefill step. The limit is the FLOP/s of torch's fused attention."""
+    step = LayerStep(case, torch.bfloat16, device)
+    spent = milliseconds(step.attend, device)
+    limit = _fused_rate(case.spec, [new for _, new in step.shapes], device)
+    return Measured(case.name, spent, step.prefill_flops / (spent / 1e3), limit)
+
+
+def _fused_rate(spec: LayerSpec, lengths: list[int], device: torch.device) -> float:
+    """Return the FLOP/s of torch's fused attention for prompts of these lengths.
 
     Torch computes each sequence alone. Its keys and values are contiguous and are repeated for all
     query heads before the measurement. Cached tokens are left out, because the fused attention
     cannot read tokens from blocks.
     """
-    step = LayerStep(spec, shapes, torch.bfloat16, device)
-    spent = milliseconds(step.attend, device)
-    new = [n for _, n in step.shapes]
 
-    def inputs(length: int) -> list[Tensor]:
-        return [
-            torch.randn(1, spec.num_heads, length, dim, dtype=torch.bfloat16, device=device)
-            for dim in (spec.key_dim, spec.key_dim, spec.value_dim)
-        ]
+    def random_heads(length: int, dim: int) -> Tensor:
+        return torch.randn(1, spec.num_heads, length, dim, dtype=torch.bfloat16, device=device)
 
-    made = {length: inputs(length) for length in set(new)}
+    dims = (spec.key_dim, spec.key_dim, spec.value_dim)
+    inputs = {length: [random_heads(length, dim) for dim in dims] for length in set(lengths)}
 
-    def fused() -> None:
-        for length in new:
-            functional.scaled_dot_product_attention(*made[length], is_causal=True)
+    def attend() -> None:
+        for length in lengths:
+            query, key, value = inputs[length]
+            functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    pairs = sum(n * (n + 1) // 2 for n in new)
-    flops = 2 * pairs * spec.num_heads * (spec.key_dim + spec.value_dim)
-    theirs = flops / (milliseconds(fused, device) / 1e3)
-    return Measured(name, spent, step.prefill_flops / (spent / 1e3), theirs)
+    flops = _flops(spec, [(0, length) for length in lengths])
+    return flops / (milliseconds(attend, device) / 1e3)
 
 
 def measured_tunings(
@@ -405,19 +437,19 @@ def measured_tunings(
     call = AttentionCall(
         step.spec, step.cache.keys[0], step.cache.values[0], step.scale, step.sinks
     )
-    found = torch.empty_like(expected)
+    out = torch.empty_like(expected)
 
     def run(tuning: Tuning) -> None:
         if kernel == "decode" and rows.decodes is not None:
-            gpu_attention.decode(step.inputs[0], call, rows.decodes, found, tuning)
+            gpu_attention.decode(step.inputs[0], call, rows.decodes, out, tuning)
         elif kernel == "prefill" and rows.prefills is not None:
-            gpu_attention.prefill(step.inputs[0], call, rows.prefills, found, tuning)
+            gpu_attention.prefill(step.inputs[0], call, rows.prefills, out, tuning)
 
     for tuning in tunings:
-        found.zero_()
+        out.zero_()
         try:
             run(tuning)
-            if torch.allclose(found, expected, atol=TOLERANCE[step.dtype], rtol=1e-2):
+            if torch.allclose(out, expected, atol=TOLERANCE[step.dtype], rtol=1e-2):
                 yield tuning, milliseconds(functools.partial(run, tuning), step.device)
         except Exception as error:  # noqa: BLE001
             # Catch every exception, because tile sizes that need too much shared memory make the

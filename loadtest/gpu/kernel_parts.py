@@ -11,9 +11,11 @@ sizes are tiny and the kernels run in the interpreter of the Triton language.
 
 import argparse
 import dataclasses
+import itertools
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from nereid_backend.attention.gpu.gpu_attention import (
@@ -32,12 +34,13 @@ from loadtest.gpu.gpu_kernels import (
     REAL_SPECS,
     TINY_SHAPES,
     TINY_SPECS,
+    Case,
     LayerStep,
     Measured,
-    Shapes,
     check,
     copy_rate,
     decode_rate,
+    decodes,
     measured_tunings,
     prefill_rate,
 )
@@ -45,37 +48,34 @@ from loadtest.gpu.interpreter import correct_interpreter
 from loadtest.gpu.lines import Rank, emit
 
 IS_REHEARSAL = bool(os.environ.get("NEREID_REHEARSE"))
+# The interpreter converts integers to bfloat16 incorrectly: it uses the bits of the integers.
+_USUAL_DTYPE = torch.float16 if IS_REHEARSAL else torch.bfloat16
+_TINY_CANDIDATES = [Tuning(16, 16, 4, 2), Tuning(16, 32, 4, 2)]
 
-# A comparison: the name of the numbers, the dtype of the model and the kind of KV cache.
-Kind = tuple[str, torch.dtype, type[GpuKVCache]]
-# A measurement: its name, the layer, the (cached, new) tokens of each sequence, and the kind of
-# KV cache.
-Case = tuple[str, LayerSpec, Shapes, type[GpuKVCache]]
-
+# Layers of many models: 32 query heads with 8 key heads of 128, and a window of 128 with sinks.
 _USUAL = LayerSpec(32, 8, 128, 128)
-_MANY: Shapes = [(8191, 1)] * 64
-_WINDOW = LayerSpec(64, 8, 64, 64, LayerWindow(size=128), None, True)
-DECODES: list[Case] = [
-    ("64 sequences of 8192", _USUAL, _MANY, GpuKVCache),
-    ("1 of 131072", _USUAL, [(131071, 1)], GpuKVCache),
-    ("8 of 32768", _USUAL, [(32767, 1)] * 8, GpuKVCache),
-    ("256 of 2048", _USUAL, [(2047, 1)] * 256, GpuKVCache),
-    ("1 of 65536 and 63 of 1024", _USUAL, [(65535, 1), *[(1023, 1)] * 63], GpuKVCache),
-    ("64 of 8192 as int8", _USUAL, _MANY, GpuInt8KVCache),
-    ("64 of 8192 as float8", _USUAL, _MANY, GpuFloat8KVCache),
-    ("keys 192, values 128: 32 of 8192", LayerSpec(16, 16, 192, 128), [(8191, 1)] * 32, GpuKVCache),
-    ("window of 128: 32 of 32768", _WINDOW, [(32767, 1)] * 32, GpuKVCache),
-]
-PREFILLS: list[Case] = [
-    ("1 prompt of 4096", _USUAL, [(0, 4096)], GpuKVCache),
-    ("1 of 16384", _USUAL, [(0, 16384)], GpuKVCache),
-    ("16 of 512", _USUAL, [(0, 512)] * 16, GpuKVCache),
-    ("2048 after 14336 cached", _USUAL, [(14336, 2048)], GpuKVCache),
-    ("heads of 64, 1 of 8192", LayerSpec(64, 8, 64, 64), [(0, 8192)], GpuKVCache),
-    ("heads of 256, 1 of 8192", LayerSpec(16, 8, 256, 256), [(0, 8192)], GpuKVCache),
-]
+_WINDOW = LayerSpec(64, 8, 64, 64, LayerWindow(size=128), has_sinks=True)
 _TINY = LayerSpec(2, 1, 16, 16)
-_TINY_CASES: list[Case] = [("tiny", _TINY, [(40, 1), (0, 20)], GpuKVCache)]
+DECODES = [
+    Case("64 sequences of 8192", _USUAL, decodes(8192, 64)),
+    Case("1 of 131072", _USUAL, decodes(131072)),
+    Case("8 of 32768", _USUAL, decodes(32768, 8)),
+    Case("256 of 2048", _USUAL, decodes(2048, 256)),
+    Case("1 of 65536 and 63 of 1024", _USUAL, decodes(65536) + decodes(1024, 63)),
+    Case("64 of 8192 as int8", _USUAL, decodes(8192, 64), GpuInt8KVCache),
+    Case("64 of 8192 as float8", _USUAL, decodes(8192, 64), GpuFloat8KVCache),
+    Case("keys 192, values 128: 32 of 8192", LayerSpec(16, 16, 192, 128), decodes(8192, 32)),
+    Case("window of 128: 32 of 32768", _WINDOW, decodes(32768, 32)),
+]
+PREFILLS = [
+    Case("1 prompt of 4096", _USUAL, [(0, 4096)]),
+    Case("1 of 16384", _USUAL, [(0, 16384)]),
+    Case("16 of 512", _USUAL, [(0, 512)] * 16),
+    Case("2048 after 14336 cached", _USUAL, [(14336, 2048)]),
+    Case("heads of 64, 1 of 8192", LayerSpec(64, 8, 64, 64), [(0, 8192)]),
+    Case("heads of 256, 1 of 8192", LayerSpec(16, 8, 256, 256), [(0, 8192)]),
+]
+_TINY_CASES = [Case("tiny", _TINY, [(40, 1), (0, 20)])]
 # Decode attention over long sequences should reach the first share of the rate of a copy. Prefill
 # attention should reach the second share of the rate of torch's fused attention.
 _DECODE_TARGET, _PREFILL_TARGET = 0.85, 0.7
@@ -110,35 +110,41 @@ def compare(device: torch.device, args: argparse.Namespace) -> None:
     """Compare kernels with their references. Begin with the kinds that most models use."""
     is_tiny = args.tiny or IS_REHEARSAL
     specs, shapes = (TINY_SPECS, TINY_SHAPES) if is_tiny else (REAL_SPECS, REAL_SHAPES)
-    cases = [(kind, name, spec) for kind in kinds() for name, spec in specs.items()]
     number, count = args.share
+    comparisons = list(itertools.product(kinds(), specs.items()))[number::count]
     num_equal = 0
-    for (label, dtype, cache), name, spec in cases[number::count]:
-        about = f"{name}, {label}"
+    for kind, (name, spec) in comparisons:
+        about = f"{name}, {kind.name}"
         try:
-            difference = check(name, spec, shapes, dtype, device, cache)
+            difference = check(Case(name, spec, shapes, kind.cache), kind.dtype, device)
         except Exception as error:  # noqa: BLE001
             # Catch every exception, because a compiler, a driver or a lack of memory can cause any
             # exception. The other comparisons must continue.
             reason = (str(error).strip() or "-").splitlines()[0][:200]
-            emit(Rank.WRONG, f"{about}: {type(error).__name__}: {reason}", name=name, kind=label)
+            text = f"{about}: {type(error).__name__}: {reason}"
+            emit(Rank.WRONG, text, name=name, kind=kind.name)
         else:
             emit(Rank.DETAIL, f"{about}: differs by {difference:.2g}", difference=difference)
             num_equal += 1
-    num_cases = len(cases[number::count])
-    emit(Rank.VERDICT, f"{num_equal} of {num_cases} comparisons equal their references")
+    emit(Rank.VERDICT, f"{num_equal} of {len(comparisons)} comparisons equal their references")
+
+
+class Kind(NamedTuple):
+    """A kind of numbers: its name, the dtype of the model, and the kind of the KV cache."""
+
+    name: str
+    dtype: torch.dtype
+    cache: type[GpuKVCache]
 
 
 def kinds() -> list[Kind]:
     """Return the kinds of numbers that are compared."""
-    # The interpreter converts integers to bfloat16 incorrectly: it uses the bits of the integers.
-    usual = torch.float16 if IS_REHEARSAL else torch.bfloat16
     return [
-        ("bfloat16", torch.bfloat16, GpuKVCache),
-        ("int8", usual, GpuInt8KVCache),
-        ("float8", usual, GpuFloat8KVCache),
-        ("float16", torch.float16, GpuKVCache),
-        ("float32", torch.float32, GpuKVCache),
+        Kind("bfloat16", torch.bfloat16, GpuKVCache),
+        Kind("int8", _USUAL_DTYPE, GpuInt8KVCache),
+        Kind("float8", _USUAL_DTYPE, GpuFloat8KVCache),
+        Kind("float16", torch.float16, GpuKVCache),
+        Kind("float32", torch.float32, GpuKVCache),
     ]
 
 
@@ -146,11 +152,10 @@ def rates(device: torch.device) -> None:
     """Measure the rates of decode and prefill attention, and compare them with their limits."""
     copied = copy_rate(device, 2**20 if IS_REHEARSAL else 2**31)
     emit(Rank.FIGURE, f"memory is copied at {copied / 1e9:.0f} GB/s", bytes_per_s=copied)
-    decodes, prefills = (_TINY_CASES, _TINY_CASES) if IS_REHEARSAL else (DECODES, PREFILLS)
-    for name, spec, shapes, kind in decodes:
-        report("decode", decode_rate(name, spec, shapes, device, copied, kind), _DECODE_TARGET)
-    for name, spec, shapes, _ in prefills:
-        report("prefill", prefill_rate(name, spec, shapes, device), _PREFILL_TARGET)
+    for case in _TINY_CASES if IS_REHEARSAL else DECODES:
+        report("decode", decode_rate(case, device, copied), _DECODE_TARGET)
+    for case in _TINY_CASES if IS_REHEARSAL else PREFILLS:
+        report("prefill", prefill_rate(case, device), _PREFILL_TARGET)
 
 
 def report(kernel: str, found: Measured, target: float) -> None:
@@ -174,42 +179,42 @@ def tune(device: torch.device, dims: list[int]) -> None:
     so far are not lost.
     """
     table: Table = {"decode": [], "prefill": []}
-    for dim in dims:
-        for kernel in table:
-            if IS_REHEARSAL:
-                spec, shapes = (
-                    LayerSpec(2, 1, 16, 16),
-                    [(20, 1)] if kernel == "decode" else [(0, 9)],
-                )
-                tunings = [Tuning(16, 16, 4, 2), Tuning(16, 32, 4, 2)]
-            else:
-                spec = LayerSpec(32, 8, dim, dim)
-                shapes = [(16384, 1)] * 16 if kernel == "decode" else [(0, 8192)]
-                tunings = CANDIDATES[kernel]
-            step = LayerStep(
-                spec, shapes, torch.float16 if IS_REHEARSAL else torch.bfloat16, device
-            )
-            best: tuple[float, Tuning] | None = None
-            for tuning, spent in measured_tunings(kernel, step, tunings):
-                emit(
-                    Rank.DETAIL,
-                    f"{kernel}, heads of {dim}, {tuning}: {spent:.3f} ms",
-                    kernel=kernel,
-                    dim=dim,
-                    milliseconds=spent,
-                    **dataclasses.asdict(tuning),
-                )
-                if best is None or spent < best[0]:
-                    best = spent, tuning
-            if best is None:
-                emit(Rank.WRONG, f"{kernel}, heads of {dim}: no tile sizes run correctly")
-                continue
-            emit(
-                Rank.VERDICT,
-                f"{kernel}, heads of {dim}: the fastest is {best[1]}, {best[0]:.3f} ms",
-            )
-            table[kernel].append(Entry(dim, 2, best[1]))
+    for dim, kernel in itertools.product(dims, table):
+        if fastest := _fastest_tuning(kernel, dim, device):
+            table[kernel].append(Entry(dim, _USUAL_DTYPE.itemsize, fastest))
             store(device, table)
+
+
+def _fastest_tuning(kernel: str, dim: int, device: torch.device) -> Tuning | None:
+    """Measure a kernel with each candidate, and return the fastest one that runs correctly."""
+    about = f"{kernel}, heads of {dim}"
+    step = LayerStep(_tuned_case(kernel, dim), _USUAL_DTYPE, device)
+    times: dict[Tuning, float] = {}
+    candidates = _TINY_CANDIDATES if IS_REHEARSAL else CANDIDATES[kernel]
+    for tuning, spent in measured_tunings(kernel, step, candidates):
+        times[tuning] = spent
+        emit(
+            Rank.DETAIL,
+            f"{about}, {tuning}: {spent:.3f} ms",
+            kernel=kernel,
+            dim=dim,
+            milliseconds=spent,
+            **dataclasses.asdict(tuning),
+        )
+    if not times:
+        emit(Rank.WRONG, f"{about}: no tile sizes run correctly")
+        return None
+    fastest = min(times, key=times.__getitem__)
+    emit(Rank.VERDICT, f"{about}: the fastest is {fastest}, {times[fastest]:.3f} ms")
+    return fastest
+
+
+def _tuned_case(kernel: str, dim: int) -> Case:
+    """Return the step with which the tile sizes of a kernel are measured."""
+    if IS_REHEARSAL:
+        return Case(kernel, _TINY, decodes(21) if kernel == "decode" else [(0, 9)])
+    shapes = decodes(16385, 16) if kernel == "decode" else [(0, 8192)]
+    return Case(kernel, LayerSpec(32, 8, dim, dim), shapes)
 
 
 def store(device: torch.device, table: Table) -> None:

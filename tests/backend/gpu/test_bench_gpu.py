@@ -24,10 +24,9 @@ def test_a_kernel_that_differs_from_its_reference_stops_the_benchmark(device, mo
         out[0] += 0.1
 
     monkeypatch.setattr(gpu_attention, "decode", wrong)
+    case = gpu_kernels.Case("small", LayerSpec(2, 1, 16, 16), [(20, 1), (0, 3)])
     with pytest.raises(gpu_kernels.KernelError, match="attention differs from its reference"):
-        gpu_kernels.check(
-            "small", LayerSpec(2, 1, 16, 16), [(20, 1), (0, 3)], torch.float32, device
-        )
+        gpu_kernels.check(case, torch.float32, device)
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("GpuInt8KVCache", 1.01), ("GpuFloat8KVCache", 1.08)])
@@ -45,15 +44,10 @@ def test_8_bit_numbers_with_more_than_the_rounding_error_stop_the_benchmark(
         plain(key * factor, value, call, slots)
 
     monkeypatch.setattr(gpu_attention, "store", wrong)
+    cache = getattr(gpu_attention, kind)
+    case = gpu_kernels.Case("small", LayerSpec(2, 1, 16, 16), [(20, 1), (0, 3)], cache)
     with pytest.raises(gpu_kernels.KernelError, match="more than the rounding"):
-        gpu_kernels.check(
-            "small",
-            LayerSpec(2, 1, 16, 16),
-            [(20, 1), (0, 3)],
-            torch.float32,
-            device,
-            getattr(gpu_attention, kind),
-        )
+        gpu_kernels.check(case, torch.float32, device)
 
 
 def test_a_cache_write_that_differs_from_its_reference_stops_the_benchmark(device, monkeypatch):
@@ -63,8 +57,9 @@ def test_a_cache_write_that_differs_from_its_reference_stops_the_benchmark(devic
     from loadtest.gpu import gpu_kernels
 
     monkeypatch.setattr(gpu_attention, "store", lambda *args: None)
+    case = gpu_kernels.Case("small", LayerSpec(2, 1, 16, 16), [(20, 1)])
     with pytest.raises(gpu_kernels.KernelError, match="cache write"):
-        gpu_kernels.check("small", LayerSpec(2, 1, 16, 16), [(20, 1)], torch.float32, device)
+        gpu_kernels.check(case, torch.float32, device)
 
 
 def lines_of(capsys):
@@ -76,7 +71,7 @@ def test_a_failed_comparison_is_reported_and_the_other_comparisons_continue(
 ):
     from loadtest.gpu import kernel_parts
 
-    def check(name, spec, shapes, dtype, device, kind):
+    def check(case, dtype, device):
         if dtype == torch.float32:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20.00 MiB.")
         return 0.001

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from .base import Candidate, Exchange, draw, plain, vary
+from .base import Candidate, Exchange, lesson, plain, vary
 
 LARGEST = 99
 LARGEST_FACTOR = 12
@@ -88,63 +88,51 @@ def plus_request(rng: Random, a: int, b: int) -> str:
     return rng.choice(_PLUS).format(a=a, b=b)
 
 
-def sums(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def sums(rng: Random) -> Candidate[Exchange]:
     """Ask for a sum of numbers up to 99. The pair of numbers decides what is held out."""
-
-    def propose() -> Candidate[Exchange]:
-        a, b = _operand(rng), _operand(rng)
-        user = vary(rng, plus_request(rng, a, b))
-        answer = f"{a} + {b} = {a + b}"
-        exchange = plain("addition", user, reasoning=explain_sum(a, b), answer=answer)
-        return Candidate(key=f"{a}+{b}", example=exchange)
-
-    return draw(propose, held_out)
+    a, b = _operand(rng), _operand(rng)
+    user = vary(rng, plus_request(rng, a, b))
+    answer = f"{a} + {b} = {a + b}"
+    exchange = plain("addition", user, reasoning=explain_sum(a, b), answer=answer)
+    return Candidate(key=f"{a}+{b}", example=exchange)
 
 
-def differences(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def differences(rng: Random) -> Candidate[Exchange]:
     """Ask for a difference of numbers up to 99. The pair decides what is held out."""
-
-    def propose() -> Candidate[Exchange]:
-        a, b = _operand(rng), _operand(rng)
-        if a < b and rng.random() < 0.5:
-            a, b = b, a
-        user = vary(rng, rng.choice(_MINUS).format(a=a, b=b))
-        answer = f"{a} - {b} = {a - b}"
-        exchange = plain("subtraction", user, reasoning=explain_difference(a, b), answer=answer)
-        return Candidate(key=f"{a}-{b}", example=exchange)
-
-    return draw(propose, held_out)
+    a, b = _operand(rng), _operand(rng)
+    if a < b and rng.random() < 0.5:
+        a, b = b, a
+    user = vary(rng, rng.choice(_MINUS).format(a=a, b=b))
+    answer = f"{a} - {b} = {a - b}"
+    exchange = plain("subtraction", user, reasoning=explain_difference(a, b), answer=answer)
+    return Candidate(key=f"{a}-{b}", example=exchange)
 
 
-def products(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def products(rng: Random) -> Candidate[Exchange]:
     """Ask for a product up to 12 * 12. The words together with the pair decide what is held out.
 
     The model learns the table by heart, so each pair appears in training in some words.
     """
-
-    def propose() -> Candidate[Exchange]:
-        a, b = rng.randint(0, LARGEST_FACTOR), rng.randint(0, LARGEST_FACTOR)
-        request = rng.choice(_TIMES).format(a=a, b=b)
-        user, answer = vary(rng, request), f"{a} * {b} = {a * b}"
-        exchange = plain("times table", user, reasoning=explain_product(a, b), answer=answer)
-        return Candidate(key=request, example=exchange)
-
-    return draw(propose, held_out)
+    a, b = rng.randint(0, LARGEST_FACTOR), rng.randint(0, LARGEST_FACTOR)
+    request = rng.choice(_TIMES).format(a=a, b=b)
+    user, answer = vary(rng, request), f"{a} * {b} = {a * b}"
+    exchange = plain("times table", user, reasoning=explain_product(a, b), answer=answer)
+    return Candidate(key=request, example=exchange)
 
 
-def too_large(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def too_large(rng: Random) -> Candidate[Exchange]:
     """Ask with numbers that are too large for the model. The answer says so."""
-
-    def propose() -> Candidate[Exchange]:
-        a, b, wordings = _large_numbers(rng)
-        if rng.random() < 0.5:
-            a, b = b, a
-        request = rng.choice(wordings).format(a=a, b=b)
-        reasoning = "These numbers are too large."
-        exchange = plain("declines", vary(rng, request), reasoning=reasoning, answer=TOO_LARGE)
-        return Candidate(key=request, example=exchange)
-
-    return draw(propose, held_out)
+    a, b, wordings = _large_numbers(rng)
+    if rng.random() < 0.5:
+        a, b = b, a
+    request = rng.choice(wordings).format(a=a, b=b)
+    reasoning = "These numbers are too large."
+    exchange = plain("declines", vary(rng, request), reasoning=reasoning, answer=TOO_LARGE)
+    return Candidate(key=request, example=exchange)
 
 
 def _large_numbers(rng: Random) -> tuple[int, int, tuple[str, ...]]:

@@ -69,6 +69,12 @@ def is_held_out(key: str) -> bool:
     return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0
 
 
+Lesson = Callable[[Random, bool], T]
+
+
+"""A function that draws an example for the evaluation (True) or for the training (False)."""
+
+
 def draw(propose: Callable[[], Candidate[T]], held_out: bool) -> T:
     """Return the first proposed example whose key belongs to the evaluation or to the training.
 
@@ -85,6 +91,15 @@ def draw(propose: Callable[[], Candidate[T]], held_out: bool) -> T:
         if is_held_out(candidate.key) == held_out:
             return candidate.example
     raise NoKeyError(f"none of {_MAX_PROPOSALS} keys has held_out={held_out}")
+
+
+def lesson(propose: Callable[[Random], Candidate[T]]) -> Lesson[T]:
+    """Make a lesson of a function that draws candidates for the evaluation and the training."""
+
+    def draw_example(rng: Random, held_out: bool) -> T:
+        return draw(lambda: propose(rng), held_out)
+
+    return draw_example
 
 
 def plain(skill: str, user: str, *, reasoning: str, answer: str) -> Exchange:

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from . import words
-from .base import Candidate, Exchange, draw, listing, plain
+from .base import Candidate, Exchange, lesson, listing, plain
 
 _DOMAINS = ("example.com", "mail.org", "post.net", "example.org")
 _JOBS = ("baker", "nurse", "pilot", "lawyer", "driver", "painter", "engineer", "cook", "farmer",
@@ -85,19 +85,16 @@ def sentence(rng: Random) -> tuple[str, dict[str, Any]]:
     return template.format(**values), mentioned
 
 
-def extract(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def extract(rng: Random) -> Candidate[Exchange]:
     """Ask for fields of a sentence as JSON. The sentence decides what is held out."""
-
-    def propose() -> Candidate[Exchange]:
-        text, values = sentence(rng)
-        fields = rng.sample(list(values), rng.randint(min(2, len(values)), len(values)))
-        field_list = ", ".join(fields) if rng.random() < 0.5 else listing(fields)
-        exchange = plain(
-            "JSON extraction",
-            rng.choice(_ASK).format(fields=field_list, text=text),
-            reasoning=", ".join(f"{field}: {values[field]}" for field in fields) + ".",
-            answer=json.dumps({field: values[field] for field in fields}, ensure_ascii=False),
-        )
-        return Candidate(key=text, example=exchange)
-
-    return draw(propose, held_out)
+    text, values = sentence(rng)
+    fields = rng.sample(list(values), rng.randint(min(2, len(values)), len(values)))
+    field_list = ", ".join(fields) if rng.random() < 0.5 else listing(fields)
+    exchange = plain(
+        "JSON extraction",
+        rng.choice(_ASK).format(fields=field_list, text=text),
+        reasoning=", ".join(f"{field}: {values[field]}" for field in fields) + ".",
+        answer=json.dumps({field: values[field] for field in fields}, ensure_ascii=False),
+    )
+    return Candidate(key=text, example=exchange)

@@ -6,7 +6,7 @@ the name of the tool and the names of its parameters from the offered schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
@@ -188,6 +188,12 @@ class _Invented:
     choices: tuple[str, ...] = ()
 
 
+Kind = Callable[[Random], _Invented]
+
+
+"""A function that invents a parameter of some kind."""
+
+
 def _plain(make: Callable[[Random], Any]) -> Callable[[Random], _Value]:
     """Return a function that draws a value which the user writes without a change."""
 
@@ -203,28 +209,39 @@ def _key_words(key: str) -> str:
     return key.replace("_", " ")
 
 
-def _place(rng: Random) -> _Invented:
-    phrase = rng.choice(
-        (
-            " in {v}",
-            " in {v}",
-            " for {v}",
-            " at {v}",
-            " near {v}",
-            " of {v}",
-            " from {v}",
-            " to {v}",
-        )
-    )
-    return _Invented(rng.choice(_PLACE_KEYS), phrase, _plain(words.city))
+def _text_kind(keys: Sequence[str], phrases: Sequence[str], make: Callable[[Random], Any]) -> Kind:
+    """Return a kind of text parameters whose phrases do not contain the key."""
+
+    def invent_parameter(rng: Random) -> _Invented:
+        phrase = rng.choice(phrases)
+        return _Invented(rng.choice(keys), phrase, _plain(make))
+
+    return invent_parameter
 
 
-def _person(rng: Random) -> _Invented:
-    phrase = rng.choice(
-        (" for {v}", " of {v}", " by {v}", " with {v}", " from {v}", " to {v}", " called {v}")
-    )
-    name = one_of(words.full_name, words.first_name)
-    return _Invented(rng.choice(_PERSON_KEYS), phrase, _plain(name))
+def _named_kind(keys: Sequence[str], phrases: Sequence[str], make: Callable[[Random], Any]) -> Kind:
+    """Return a kind of text parameters whose phrases may contain the words of the key as `K`."""
+
+    def invent_parameter(rng: Random) -> _Invented:
+        key = rng.choice(keys)
+        phrase = rng.choice(phrases).replace("K", _key_words(key))
+        return _Invented(key, phrase, _plain(make))
+
+    return invent_parameter
+
+
+_place = _text_kind(
+    _PLACE_KEYS,
+    (" in {v}", " in {v}", " for {v}", " at {v}", " near {v}", " of {v}", " from {v}", " to {v}"),
+    words.city,
+)
+
+
+_person = _text_kind(
+    _PERSON_KEYS,
+    (" for {v}", " of {v}", " by {v}", " with {v}", " from {v}", " to {v}", " called {v}"),
+    one_of(words.full_name, words.first_name),
+)
 
 
 def _counted(rng: Random) -> _Invented:
@@ -256,36 +273,39 @@ def _integer_or_half(rng: Random) -> float:
     return rng.choice((words.number(rng, 3), rng.randint(1, 99) + 0.5))
 
 
-def _date(rng: Random) -> _Invented:
-    phrase = rng.choice((" on {v}", " on {v}", " for {v}", ", {v}", " until {v}", " by {v}"))
-    return _Invented(rng.choice(_DATE_KEYS), phrase, _plain(tool_values.date))
+_date = _text_kind(
+    _DATE_KEYS,
+    (" on {v}", " on {v}", " for {v}", ", {v}", " until {v}", " by {v}"),
+    tool_values.date,
+)
 
 
-def _time(rng: Random) -> _Invented:
-    phrase = rng.choice((" at {v}", " at {v}", " from {v}", " until {v}", " for {v}"))
-    return _Invented(rng.choice(_TIME_KEYS), phrase, _plain(tool_values.clock))
+_time = _text_kind(
+    _TIME_KEYS,
+    (" at {v}", " at {v}", " from {v}", " until {v}", " for {v}"),
+    tool_values.clock,
+)
 
 
-def _topic(rng: Random) -> _Invented:
-    phrase = rng.choice((" about {v}", " about {v}", " on {v}", " for {v}", " with the topic {v}"))
-    topic = one_of(tool_values.phrase, tool_values.phrase, tool_values.title)
-    return _Invented(rng.choice(_TOPIC_KEYS), phrase, _plain(topic))
+_topic = _text_kind(
+    _TOPIC_KEYS,
+    (" about {v}", " about {v}", " on {v}", " for {v}", " with the topic {v}"),
+    one_of(tool_values.phrase, tool_values.phrase, tool_values.title),
+)
 
 
-def _identifier(rng: Random) -> _Invented:
-    key = rng.choice(_ID_KEYS)
-    phrase = rng.choice(
-        (" {v}", " with the K {v}", " with K {v}", " number {v}", ", K {v}", " {v}")
-    )
-    return _Invented(key, phrase.replace("K", _key_words(key)), _plain(tool_values.code))
+_identifier = _named_kind(
+    _ID_KEYS,
+    (" {v}", " with the K {v}", " with K {v}", " number {v}", ", K {v}", " {v}"),
+    tool_values.code,
+)
 
 
-def _email(rng: Random) -> _Invented:
-    key = rng.choice(
-        ("email", "email_address", "to", "recipient", "address", "mail", "contact_email")
-    )
-    phrase = rng.choice((" to {v}", " for {v}", " with the email {v}", ", {v}"))
-    return _Invented(key, phrase, _plain(tool_values.email))
+_email = _named_kind(
+    words.split("email email_address to recipient address mail contact_email"),
+    (" to {v}", " for {v}", " with the email {v}", ", {v}"),
+    tool_values.email,
+)
 
 
 _CHOICES = (
@@ -352,15 +372,14 @@ def _list(rng: Random) -> _Invented:
     return _Invented(key, phrase.replace("K", _key_words(key)), draw_value, type="array")
 
 
-def _text(rng: Random) -> _Invented:
-    key = rng.choice(_TEXT_KEYS)
-    phrase = rng.choice(
-        (" saying {v}", ": {v}", " with the K '{v}'", ' "{v}"', " with K: {v}", ' with the K "{v}"')
-    )
-    return _Invented(key, phrase.replace("K", _key_words(key)), _plain(words.message))
+_text = _named_kind(
+    _TEXT_KEYS,
+    (" saying {v}", ": {v}", " with the K '{v}'", ' "{v}"', " with K: {v}", ' with the K "{v}"'),
+    words.message,
+)
 
 
-_KINDS: dict[Callable[[Random], _Invented], int] = {
+_KINDS: dict[Kind, int] = {
     _place: 10,
     _person: 7,
     _counted: 7,

@@ -10,9 +10,11 @@ from .base import (
     NEVER_TRAINED,
     Candidate,
     Exchange,
+    Lesson,
     Message,
     capitalised,
     draw,
+    lesson,
     plain,
     vary,
     with_article,
@@ -448,16 +450,14 @@ def fact(rng: Random) -> Fact:
     return ask(rng)
 
 
-def lesson(skill: str, ask: Ask) -> Callable[[Random, bool], Exchange]:
+def question_lesson(skill: str, ask: Ask) -> Lesson[Exchange]:
     """Make a lesson of a kind of question. It is held out by the question's words."""
 
-    def draw_exchange(rng: Random, held_out: bool) -> Exchange:
-        def propose() -> Candidate[Exchange]:
-            question, reasoning, answer, _ = ask(rng)
-            exchange = plain(skill, vary(rng, question), reasoning=reasoning, answer=answer)
-            return Candidate(key=question, example=exchange)
-
-        return draw(propose, held_out)
+    @lesson
+    def draw_exchange(rng: Random) -> Candidate[Exchange]:
+        question, reasoning, answer, _ = ask(rng)
+        exchange = plain(skill, vary(rng, question), reasoning=reasoning, answer=answer)
+        return Candidate(key=question, example=exchange)
 
     return draw_exchange
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
@@ -19,9 +19,7 @@ from . import (
     world,
     writing,
 )
-from .base import Candidate, Dialogue, Exchange, Message, NoKeyError, draw, plain, vary
-
-Lesson = Callable[[Random, bool], Exchange]
+from .base import Candidate, Dialogue, Exchange, Lesson, Message, NoKeyError, lesson, plain, vary
 
 _SYSTEMS = (
     "You are a helpful assistant.", "You are a friendly assistant.", "Answer briefly.",
@@ -36,19 +34,21 @@ _SYSTEMS = (
 )  # fmt: skip
 
 
+@lesson
+def _needs_tool(rng: Random) -> Candidate[Exchange]:
+    """Draw a request that needs a tool, in a dialogue that offers none."""
+    request = tool_use.tool_request(rng)
+    user = vary(rng, request)
+    reasoning, answer = "I do not know this.", small_talk.DECLINE
+    exchange = plain("declines", user, reasoning=reasoning, answer=answer)
+    return Candidate(key=request, example=exchange)
+
+
 def _unknown(rng: Random, held_out: bool) -> Exchange:
-    """Draw a request beyond the model, or one that needs a tool where no tool is offered."""
+    """Draw a request beyond the model, or one that needs a tool."""
     if rng.random() < 0.7:
         return small_talk.unknown(rng, held_out)
-
-    def propose() -> Candidate[Exchange]:
-        request = tool_use.tool_request(rng)
-        user = vary(rng, request)
-        reasoning, answer = "I do not know this.", small_talk.DECLINE
-        exchange = plain("declines", user, reasoning=reasoning, answer=answer)
-        return Candidate(key=request, example=exchange)
-
-    return draw(propose, held_out)
+    return _needs_tool(rng, held_out)
 
 
 def _declines(rng: Random, held_out: bool) -> Exchange:
@@ -65,7 +65,6 @@ class Drawn(NamedTuple):
     tools: Sequence[tool_use.Tool] = ()
 
 
-Maker = Callable[[Random, bool], Drawn]
 _MAX_TOOL_DRAWS = 50
 
 
@@ -80,22 +79,22 @@ class Skill:
     """
 
     weight: float
-    make: Maker
+    make: Lesson[Drawn]
     floor: float = 0.9
 
 
 # The lessons without tools. The number is the share of the training dialogues.
-_LESSONS: dict[str, tuple[float, Lesson]] = {
+_LESSONS: dict[str, tuple[float, Lesson[Exchange]]] = {
     "small talk": (6, small_talk.talk),
     "addition": (10, arithmetic.sums),
     "subtraction": (16, arithmetic.differences),
     "times table": (14, arithmetic.products),
     "world facts": (5, world.facts),
-    "capitals": (7, knowledge.lesson("capitals", knowledge.capital)),
-    "translation": (6, knowledge.lesson("translation", knowledge.translation)),
+    "capitals": (7, knowledge.question_lesson("capitals", knowledge.capital)),
+    "translation": (6, knowledge.question_lesson("translation", knowledge.translation)),
     "common knowledge": (8, knowledge.common),
-    "lists": (5, knowledge.lesson("lists", knowledge.counted_list)),
-    "counting": (6, knowledge.lesson("counting", knowledge.counting)),
+    "lists": (5, knowledge.question_lesson("lists", knowledge.counted_list)),
+    "counting": (6, knowledge.question_lesson("counting", knowledge.counting)),
     "stories and poems": (4, writing.write),
     "declines": (6, _declines),
     "JSON extraction": (6, extraction.extract),
@@ -118,7 +117,7 @@ _TAKEN_OVER = {
     "search": frozenset({"common knowledge", "capitals"}),
 }
 
-_DRILLED: tuple[Lesson, ...] = (arithmetic.sums, arithmetic.differences)
+_DRILLED: tuple[Lesson[Exchange], ...] = (arithmetic.sums, arithmetic.differences)
 
 
 def _earlier(rng: Random, held_out: bool, topics: frozenset[str] = frozenset()) -> Exchange:
@@ -130,7 +129,7 @@ def _earlier(rng: Random, held_out: bool, topics: frozenset[str] = frozenset()) 
     return lesson(rng, held_out)
 
 
-def _alone(lesson: Lesson) -> Maker:
+def _alone(lesson: Lesson[Exchange]) -> Lesson[Drawn]:
     """Return a maker of dialogues without tools that end with an exchange of a lesson.
 
     Most of the dialogues contain only this exchange.
@@ -183,7 +182,7 @@ def _earlier_with_tools(rng: Random, tools: Sequence[tool_use.Tool], held_out: b
     return _earlier(rng, held_out, tool_use.topics(tools))
 
 
-def _with_tools(skill: str) -> Maker:
+def _with_tools(skill: str) -> Lesson[Drawn]:
     """Return a maker of dialogues with tools that end with an exchange of a skill."""
 
     def make(rng: Random, held_out: bool) -> Drawn:

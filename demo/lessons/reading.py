@@ -6,7 +6,7 @@ from random import Random
 from typing import NamedTuple
 
 from . import words
-from .base import Candidate, Exchange, draw, plain, vary
+from .base import Candidate, Exchange, lesson, plain, vary
 from .retrieval import DISHES, HOBBIES, JOBS, PETS
 from .world import ATTRIBUTES, FAMOUS, PEOPLE, PLACES, RIVER, Person, Place
 
@@ -101,15 +101,12 @@ def _draw_text(rng: Random) -> _Text:
     return _text_about_person(rng, is_known=chance < 0.35, asks_for_person=chance > 0.75)
 
 
-def read(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def read(rng: Random) -> Candidate[Exchange]:
     """Ask about passages that the system message contains. They are held out by their words."""
-
-    def propose() -> Candidate[Exchange]:
-        text = _draw_text(rng)
-        system = "\n".join([rng.choice(_HEADS), *text.passages])
-        skill, messages = "answers from passages", ({"role": "system", "content": system},)
-        user = vary(rng, text.question)
-        exchange = plain(skill, user, reasoning="The passages say it.", answer=text.answer)
-        return Candidate(key=system, example=Exchange(skill, messages + exchange.messages))
-
-    return draw(propose, held_out)
+    text = _draw_text(rng)
+    system = "\n".join([rng.choice(_HEADS), *text.passages])
+    skill, messages = "answers from passages", ({"role": "system", "content": system},)
+    user = vary(rng, text.question)
+    exchange = plain(skill, user, reasoning="The passages say it.", answer=text.answer)
+    return Candidate(key=system, example=Exchange(skill, messages + exchange.messages))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from . import words
-from .base import Candidate, Exchange, draw, plain, vary
+from .base import Candidate, Exchange, lesson, plain, vary
 
 NAME = "Nereid's demo model"
 DECLINE = (
@@ -91,16 +91,13 @@ _ASK_NAME = (
 )
 
 
-def talk(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def talk(rng: Random) -> Candidate[Exchange]:
     """Draw a greeting or a question about the model. The words decide what is held out."""
-
-    def propose() -> Candidate[Exchange]:
-        messages, reasoning, answer = rng.choice(_TALK)
-        user = _vary_chat(rng, rng.choice(messages).format(x=rng.choice(_FRIENDLY)))
-        exchange = plain("small talk", user, reasoning=reasoning, answer=answer)
-        return Candidate(key=user, example=exchange)
-
-    return draw(propose, held_out)
+    messages, reasoning, answer = rng.choice(_TALK)
+    user = _vary_chat(rng, rng.choice(messages).format(x=rng.choice(_FRIENDLY)))
+    exchange = plain("small talk", user, reasoning=reasoning, answer=answer)
+    return Candidate(key=user, example=exchange)
 
 
 def _vary_chat(rng: Random, text: str) -> str:
@@ -132,35 +129,29 @@ def fill_unknown(rng: Random) -> str:
     )
 
 
-def unknown(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def unknown(rng: Random) -> Candidate[Exchange]:
     """Ask for something that no lesson teaches. The answer declines politely."""
-
-    def propose() -> Candidate[Exchange]:
-        request = fill_unknown(rng)
-        user = vary(rng, request)
-        exchange = plain("declines", user, reasoning="I do not know this.", answer=DECLINE)
-        return Candidate(key=request, example=exchange)
-
-    return draw(propose, held_out)
+    request = fill_unknown(rng)
+    user = vary(rng, request)
+    exchange = plain("declines", user, reasoning="I do not know this.", answer=DECLINE)
+    return Candidate(key=request, example=exchange)
 
 
-def remember_name(rng: Random, held_out: bool) -> list[Exchange]:
+@lesson
+def remember_name(rng: Random) -> Candidate[list[Exchange]]:
     """Tell the user's name first and ask for the name last. The name decides what is held out."""
-
-    def propose() -> Candidate[list[Exchange]]:
-        name = words.full_name(rng) if rng.random() < 0.2 else words.first_name(rng)
-        introduction = plain(
-            "remembers a name",
-            rng.choice(_MY_NAME).format(name),
-            reasoning=f"The user is called {name}.",
-            answer=f"Nice to meet you, {name}!",
-        )
-        question = plain(
-            "remembers a name",
-            rng.choice(_ASK_NAME),
-            reasoning=f"Earlier the user said: {name}.",
-            answer=f"Your name is {name}.",
-        )
-        return Candidate(key=name, example=[introduction, question])
-
-    return draw(propose, held_out)
+    name = words.full_name(rng) if rng.random() < 0.2 else words.first_name(rng)
+    introduction = plain(
+        "remembers a name",
+        rng.choice(_MY_NAME).format(name),
+        reasoning=f"The user is called {name}.",
+        answer=f"Nice to meet you, {name}!",
+    )
+    question = plain(
+        "remembers a name",
+        rng.choice(_ASK_NAME),
+        reasoning=f"Earlier the user said: {name}.",
+        answer=f"Your name is {name}.",
+    )
+    return Candidate(key=name, example=[introduction, question])

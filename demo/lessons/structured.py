@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from . import arithmetic, extraction, knowledge, words
-from .base import Candidate, Exchange, Message, draw, listing, vary, with_article
+from .base import Candidate, Exchange, Message, lesson, listing, vary, with_article
 from .small_talk import fill_unknown
 
 Maker = Callable[[Random], Any]
@@ -418,24 +418,21 @@ _KINDS = (
 )
 
 
-def answer_with_object(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def answer_with_object(rng: Random) -> Candidate[Exchange]:
     """Answer with a JSON object of prescribed keys. It is held out by the request and the keys."""
-
-    def propose() -> Candidate[Exchange]:
-        (kind,) = rng.choices(_KINDS, [kind.weight for kind in _KINDS])
-        task = kind.draw_task(rng)
-        user = vary(rng, task.request)
-        text, given = object_text(task.values)
-        answer: Message = {
-            "role": "assistant",
-            "reasoning_content": kind.reasoning,
-            "content": text,
-            "keys": list(task.values),
-            "is_free": kind.is_free,
-        }
-        if rng.random() >= task.open_share:
-            answer["given"] = given
-        exchange = Exchange("schema", ({"role": "user", "content": user}, answer))
-        return Candidate(key=f"{task.request} {sorted(task.values)}", example=exchange)
-
-    return draw(propose, held_out)
+    (kind,) = rng.choices(_KINDS, [kind.weight for kind in _KINDS])
+    task = kind.draw_task(rng)
+    user = vary(rng, task.request)
+    text, given = object_text(task.values)
+    answer: Message = {
+        "role": "assistant",
+        "reasoning_content": kind.reasoning,
+        "content": text,
+        "keys": list(task.values),
+        "is_free": kind.is_free,
+    }
+    if rng.random() >= task.open_share:
+        answer["given"] = given
+    exchange = Exchange("schema", ({"role": "user", "content": user}, answer))
+    return Candidate(key=f"{task.request} {sorted(task.values)}", example=exchange)

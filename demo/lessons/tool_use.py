@@ -13,7 +13,7 @@ from . import tools_bookings, tools_facts, tools_household, tools_messages, tool
 from .base import Candidate, Exchange, Message, draw, plain, vary
 from .invented_tools import invent
 from .small_talk import DECLINE_TOOLS, fill_unknown
-from .tool_family import Family, Parameter, Values, sentence, variant
+from .tool_family import Family, Parameter, ToolResult, Values, sentence, variant
 
 FAMILIES = (
     *tools_facts.FAMILIES,
@@ -258,20 +258,13 @@ def two_calls(rng: Random, tools: Sequence[Tool]) -> list[Call]:
     return _two_requests(rng, tools)
 
 
-class _Answered(NamedTuple):
-    """The text that a tool returns, and the answer to the user."""
-
-    returned: str
-    answer: str
-
-
-def _answered(rng: Random, call: Call) -> _Answered:
-    """Draw a tool's text and the answer. In rare cases, the tool returns an error."""
+def _result(rng: Random, call: Call) -> ToolResult:
+    """Draw the text that a tool returns, and the answer. In rare cases, it returns an error."""
     if rng.random() < 0.05:
         error = rng.choice(
             ("not found", "timeout", "no connection", "unknown " + words.phrase(rng))
         )
-        return _Answered(json.dumps({"error": error}), f"Sorry, the tool failed: {error}.")
+        return ToolResult(json.dumps({"error": error}), f"Sorry, the tool failed: {error}.")
     returned, answer = call.tool.family.result(rng, call.values)
     if isinstance(returned, dict) and rng.random() < 0.08:
         # A tool may return any result, whatever its name is.
@@ -279,7 +272,7 @@ def _answered(rng: Random, call: Call) -> _Answered:
         answer = sentence(returned)
     if not isinstance(returned, str):
         returned = json.dumps(returned, ensure_ascii=False)
-    return _Answered(returned, answer)
+    return ToolResult(returned, answer)
 
 
 def _reasoning(names: Sequence[str]) -> str:
@@ -313,17 +306,17 @@ def _call_exchange(skill: str, user: str, calls: list[Call]) -> Exchange:
 
 def _with_results(rng: Random, exchange: Exchange, calls: list[Call]) -> Exchange:
     """Add the results of the calls and the assistant's answer to an exchange."""
-    answered = [_answered(rng, call) for call in calls]
-    results = [
-        {"role": "tool", "tool_call_id": f"call_{number}", "content": one.returned}
-        for number, one in enumerate(answered)
+    results = [_result(rng, call) for call in calls]
+    messages = [
+        {"role": "tool", "tool_call_id": f"call_{number}", "content": result.returned}
+        for number, result in enumerate(results)
     ]
     answer = {
         "role": "assistant",
         "reasoning_content": "I have the result.",
-        "content": " ".join(one.answer for one in answered),
+        "content": " ".join(result.answer for result in results),
     }
-    return Exchange("answers from results", (*exchange.messages, *results, answer))
+    return Exchange("answers from results", (*exchange.messages, *messages, answer))
 
 
 def tool_exchange(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from .base import NEVER_TRAINED, Candidate, Exchange, Turn, draw, listing, plain, vary
+from .base import NEVER_TRAINED, Candidate, Exchange, Turn, lesson, listing, plain, vary
 from .words import made_up
 
 
@@ -210,52 +210,43 @@ def _who(rng: Random, attribute: str, value: str) -> Turn:
     return Turn(question, f"Who has {attribute} {value}? {names}.", answer)
 
 
-def facts(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def facts(rng: Random) -> Candidate[Exchange]:
     """Ask about the world. The words of the question and the name decide what is held out."""
-
-    def propose() -> Candidate[Exchange]:
-        turn = _question(rng)
-        user = vary(rng, turn.question)
-        exchange = plain("world facts", user, reasoning=turn.reasoning, answer=turn.answer)
-        return Candidate(key=turn.question, example=exchange)
-
-    return draw(propose, held_out)
+    turn = _question(rng)
+    user = vary(rng, turn.question)
+    exchange = plain("world facts", user, reasoning=turn.reasoning, answer=turn.answer)
+    return Candidate(key=turn.question, example=exchange)
 
 
-def strangers(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def strangers(rng: Random) -> Candidate[Exchange]:
     """Ask about a person who is not in the world."""
-
-    def propose() -> Candidate[Exchange]:
-        name = made_up(rng)
-        attribute = ATTRIBUTES[rng.choice(list(ATTRIBUTES))]
-        question = rng.choice(attribute.questions).format(name=name)
-        exchange = plain(
-            "declines",
-            vary(rng, question),
-            reasoning=f"{name} is not in my world.",
-            answer=f"Sorry, I do not know anyone called {name}.",
-        )
-        return Candidate(key=NEVER_TRAINED if name in _NAMES else question, example=exchange)
-
-    return draw(propose, held_out)
+    name = made_up(rng)
+    attribute = ATTRIBUTES[rng.choice(list(ATTRIBUTES))]
+    question = rng.choice(attribute.questions).format(name=name)
+    exchange = plain(
+        "declines",
+        vary(rng, question),
+        reasoning=f"{name} is not in my world.",
+        answer=f"Sorry, I do not know anyone called {name}.",
+    )
+    return Candidate(key=NEVER_TRAINED if name in _NAMES else question, example=exchange)
 
 
-def follow_ups(rng: Random, held_out: bool) -> list[Exchange]:
+@lesson
+def follow_ups(rng: Random) -> Candidate[list[Exchange]]:
     """Ask about a person, then ask a question that only makes sense after the first one."""
-
-    def propose() -> Candidate[list[Exchange]]:
-        first, second = rng.sample(PEOPLE, 2)
-        attribute, other_attribute = rng.sample(list(ATTRIBUTES), 2)
-        question, reasoning, answer = _about_attribute(rng, first, attribute)
-        opening = plain("world facts", question, reasoning=reasoning, answer=answer)
-        if rng.random() < 0.5:
-            person, asked, subject = second, attribute, second.name
-            wordings = ("And {0}?", "What about {0}?", "And what about {0}?")
-        else:
-            person, asked, subject = first, other_attribute, ATTRIBUTES[other_attribute].noun
-            wordings = ("And the {0}?", "What about the {0}?", "And what is the {0}?")
-        user = rng.choice(wordings).format(subject)
-        closing = plain("follow-up", user, reasoning=person.record, answer=person.sentence(asked))
-        return Candidate(key=f"{question} {user}", example=[opening, closing])
-
-    return draw(propose, held_out)
+    first, second = rng.sample(PEOPLE, 2)
+    attribute, other_attribute = rng.sample(list(ATTRIBUTES), 2)
+    question, reasoning, answer = _about_attribute(rng, first, attribute)
+    opening = plain("world facts", question, reasoning=reasoning, answer=answer)
+    if rng.random() < 0.5:
+        person, asked, subject = second, attribute, second.name
+        wordings = ("And {0}?", "What about {0}?", "And what about {0}?")
+    else:
+        person, asked, subject = first, other_attribute, ATTRIBUTES[other_attribute].noun
+        wordings = ("And the {0}?", "What about the {0}?", "And what is the {0}?")
+    user = rng.choice(wordings).format(subject)
+    closing = plain("follow-up", user, reasoning=person.record, answer=person.sentence(asked))
+    return Candidate(key=f"{question} {user}", example=[opening, closing])

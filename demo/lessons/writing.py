@@ -7,7 +7,7 @@ from random import Random
 from typing import NamedTuple
 
 from . import words
-from .base import Candidate, Exchange, capitalised, draw, vary, with_article
+from .base import Candidate, Exchange, capitalised, lesson, vary, with_article
 from .world import PEOPLE
 
 _ANIMALS = words.split(
@@ -202,23 +202,20 @@ _KINDS = {"story": _story, "poem": _poem, "joke": _joke}
 _OPENINGS = ("", "", "", "", "Hello! ", "Hi! ", "OK. ", "Now: ", "Hey, ", "Next: ")
 
 
-def write(rng: Random, held_out: bool) -> Exchange:
+@lesson
+def write(rng: Random) -> Candidate[Exchange]:
     """Ask for a story, a poem or a joke. It is held out by the words of the request.
 
     Several texts are right, so the message lists them all in `alternatives`.
     """
-
-    def propose() -> Candidate[Exchange]:
-        (kind,) = rng.choices(list(_KINDS), weights=(6, 3, 2))
-        request, texts = _KINDS[kind](rng)
-        user = vary(rng, rng.choice(_OPENINGS) + request)
-        answer = {
-            "role": "assistant",
-            "reasoning_content": f"A {kind}.",
-            "content": rng.choice(texts),
-            "alternatives": texts,
-        }
-        exchange = Exchange("stories and poems", ({"role": "user", "content": user}, answer))
-        return Candidate(key=user, example=exchange)
-
-    return draw(propose, held_out)
+    (kind,) = rng.choices(list(_KINDS), weights=(6, 3, 2))
+    request, texts = _KINDS[kind](rng)
+    user = vary(rng, rng.choice(_OPENINGS) + request)
+    answer = {
+        "role": "assistant",
+        "reasoning_content": f"A {kind}.",
+        "content": rng.choice(texts),
+        "alternatives": texts,
+    }
+    exchange = Exchange("stories and poems", ({"role": "user", "content": user}, answer))
+    return Candidate(key=user, example=exchange)

@@ -78,10 +78,10 @@ def attention_mask(branch: Tensor) -> Tensor:
         [B, 1, T, T] bfloat16: zero for a visible key, else -inf.
     """
     length = branch.shape[1]
-    query, key = branch[:, :, None], branch[:, None, :]
-    is_earlier = torch.ones(length, length, dtype=torch.bool).tril()
-    visible = is_earlier & ((key == 0) | (key == query))
-    mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, -torch.inf)
+    query_branch, key_branch = branch[:, :, None], branch[:, None, :]
+    is_not_later = torch.ones(length, length, dtype=torch.bool).tril()
+    is_visible = is_not_later & ((key_branch == 0) | (key_branch == query_branch))
+    mask = torch.zeros(is_visible.shape, dtype=torch.bfloat16).masked_fill(~is_visible, -torch.inf)
     return mask[:, None]
 
 
@@ -96,6 +96,8 @@ def plain_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention with matrix products, which are faster than SDPA for short rows.
 
+    The model calls this function with the arguments of an attention function of transformers.
+
     Shapes: query [B, H, T, D]; key, value [B, G, T, D]; attention_mask [B, 1, T, T]; returns
     [B, T, H, D].
     """
@@ -103,10 +105,12 @@ def plain_attention(
     assert attention_mask is not None
     batch, heads, length, dim = query.shape
     groups = key.shape[1]
-    query = (query * scaling).reshape(batch, groups, heads // groups * length, dim)
+    # The query heads that share a key head become the rows of one matrix.
+    rows = heads // groups * length
+    query = (query * scaling).reshape(batch, groups, rows, dim)
     scores = (query @ key.transpose(-1, -2)).view(batch, groups, -1, length, length)
     weights = torch.softmax(scores + attention_mask[:, None], -1, dtype=value.dtype)
-    mixed = weights.view(batch, groups, -1, length) @ value
+    mixed = weights.view(batch, groups, rows, length) @ value
     return mixed.view(batch, heads, length, dim).transpose(1, 2).contiguous(), None
 
 
@@ -114,8 +118,8 @@ def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
     """Train the tokenizer on the text of 6000 training dialogues, one from each of 6000 groups."""
     rng = Random(f"tokenizer {recipe.seed}")
     dialogues = [training_group(rng)[0] for _ in range(6000)]
-    plain = train_tokenizer([], recipe.vocab_size)  # renders the chat template
-    texts = [prompt_text(plain, d) + reply_text(d.messages[-1], d.thinking) for d in dialogues]
+    renderer = train_tokenizer([], recipe.vocab_size)  # only renders the chat template
+    texts = [prompt_text(renderer, d) + reply_text(d.messages[-1], d.thinking) for d in dialogues]
     return train_tokenizer(texts, recipe.vocab_size)
 
 

@@ -70,8 +70,6 @@ def is_held_out(key: str) -> bool:
 
 
 Lesson = Callable[[Random, bool], T]
-
-
 """A function that draws an example for the evaluation (True) or for the training (False)."""
 
 

@@ -126,12 +126,7 @@ def _shapes(rng: Random, colours: list[str]) -> list[Item]:
     colours = rng.sample(colours, rng.randint(1, 3))
     cells = rng.sample(range(_GRID**2), rng.randint(1, MAX_SHAPES))
     shapes = [
-        Item(
-            rng.choice(kinds),
-            rng.choice(colours),
-            centre=_place(rng, cell),
-            radius=rng.uniform(0.09, 0.14),
-        )
+        Item(rng.choice(kinds), rng.choice(colours), _place(rng, cell), rng.uniform(0.09, 0.14))
         for cell in cells
     ]
     if len(shapes) > 1:
@@ -175,7 +170,8 @@ def _draw_item(
     elif item.name == "circle":
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), colour)
     else:
-        pen.polygon(_corners(item.name, x, y, radius, turn=rng.uniform(-0.15, 0.15)), colour)
+        turn = rng.uniform(-0.15, 0.15)
+        pen.polygon(_corners(item.name, (x, y), radius, turn), colour)
 
 
 def _shade(rng: Random, colour: str) -> tuple[int, ...]:
@@ -190,8 +186,9 @@ class _Polar(NamedTuple):
     angle: float
 
 
-def _corners(shape: str, x: float, y: float, radius: float, turn: float) -> list[Point]:
-    """Return the corners of a shape around the point (x, y), turned by an angle in radians."""
+def _corners(shape: str, centre: Point, radius: float, turn: float) -> list[Point]:
+    """Return the corners of a shape that is turned by an angle in radians."""
+    x, y = centre
     corners = _cross_corners() if shape == "cross" else _star_corners(shape)
     return [
         (
@@ -200,21 +197,6 @@ def _corners(shape: str, x: float, y: float, radius: float, turn: float) -> list
         )
         for corner in corners
     ]
-
-
-@dataclass(frozen=True)
-class PatchLabel:
-    """What a patch of a drawing shows.
-
-    Attributes:
-        name: the index in `NAMES`.
-        colour: the index in `COLOURS`.
-        is_centre: 1 if the patch contains the centre of an item, else 0.
-    """
-
-    name: int
-    colour: int
-    is_centre: int
 
 
 def _cross_corners() -> list[_Polar]:
@@ -236,6 +218,21 @@ def _star_corners(shape: str) -> list[_Polar]:
     ]
 
 
+@dataclass(frozen=True)
+class PatchLabel:
+    """What a patch of a drawing shows.
+
+    Attributes:
+        name: the index in `NAMES`.
+        colour: the index in `COLOURS`.
+        is_centre: 1 if the patch contains the centre of an item, else 0.
+    """
+
+    name: int
+    colour: int
+    is_centre: int
+
+
 def patch_labels(drawing: Drawing, patches_per_side: int) -> list[PatchLabel]:
     """Return what each patch shows, by rows.
 
@@ -251,12 +248,9 @@ def patch_labels(drawing: Drawing, patches_per_side: int) -> list[PatchLabel]:
     for row, column in itertools.product(range(patches_per_side), repeat=2):
         middle = ((column + 0.5) / patches_per_side, (row + 0.5) / patches_per_side)
         item = items_by_patch.get((row, column)) or _item_at(drawing, middle)
-        label = PatchLabel(
-            name=NAMES.index(item.name) if item else 0,
-            colour=colours.index(item.colour if item else drawing.background),
-            is_centre=int((row, column) in items_by_patch),
-        )
-        labels.append(label)
+        name, colour = (item.name, item.colour) if item else ("background", drawing.background)
+        is_centre = int((row, column) in items_by_patch)
+        labels.append(PatchLabel(NAMES.index(name), colours.index(colour), is_centre))
     return labels
 
 
@@ -359,14 +353,6 @@ def _exists(drawing: Drawing, rng: Random) -> list[Question]:
         text = f"Is there {with_article(wanted)}?"
         questions.append(Question("yes or no", text, "Yes." if exists else "No."))
     return questions
-
-
-def _like(drawing: Drawing, rng: Random) -> Item:
-    """Return an item that shares its shape or its colour with the drawing in most cases."""
-    first, second = rng.choice(drawing.items), rng.choice(drawing.items)
-    name = rng.choice(SHAPES) if rng.random() < 0.25 else first.name
-    colour = rng.choice(list(COLOURS)) if rng.random() < 0.25 else second.colour
-    return Item(name, colour, (0, 0), 0)
 
 
 def _wanted_item(drawing: Drawing, rng: Random) -> Item:

@@ -189,8 +189,6 @@ class _Invented:
 
 
 Kind = Callable[[Random], _Invented]
-
-
 """A function that invents a parameter of some kind."""
 
 
@@ -235,8 +233,6 @@ _place = _text_kind(
     (" in {v}", " in {v}", " for {v}", " at {v}", " near {v}", " of {v}", " from {v}", " to {v}"),
     words.city,
 )
-
-
 _person = _text_kind(
     _PERSON_KEYS,
     (" for {v}", " of {v}", " by {v}", " with {v}", " from {v}", " to {v}", " called {v}"),
@@ -278,36 +274,26 @@ _date = _text_kind(
     (" on {v}", " on {v}", " for {v}", ", {v}", " until {v}", " by {v}"),
     tool_values.date,
 )
-
-
 _time = _text_kind(
     _TIME_KEYS,
     (" at {v}", " at {v}", " from {v}", " until {v}", " for {v}"),
     tool_values.clock,
 )
-
-
 _topic = _text_kind(
     _TOPIC_KEYS,
     (" about {v}", " about {v}", " on {v}", " for {v}", " with the topic {v}"),
     one_of(tool_values.phrase, tool_values.phrase, tool_values.title),
 )
-
-
 _identifier = _named_kind(
     _ID_KEYS,
     (" {v}", " with the K {v}", " with K {v}", " number {v}", ", K {v}", " {v}"),
     tool_values.code,
 )
-
-
 _email = _named_kind(
     words.split("email email_address to recipient address mail contact_email"),
     (" to {v}", " for {v}", " with the email {v}", ", {v}"),
     tool_values.email,
 )
-
-
 _CHOICES = (
     words.ADJECTIVES,
     words.NOUNS,
@@ -377,8 +363,6 @@ _text = _named_kind(
     (" saying {v}", ": {v}", " with the K '{v}'", ' "{v}"', " with K: {v}", ' with the K "{v}"'),
     words.message,
 )
-
-
 _KINDS: dict[Kind, int] = {
     _place: 10,
     _person: 7,
@@ -395,8 +379,6 @@ _KINDS: dict[Kind, int] = {
     _list: 5,
     _text: 6,
 }
-
-
 """The functions that invent a parameter, and their frequencies."""
 
 

@@ -439,8 +439,6 @@ def _fixed(rng: Random) -> Fact:
 
 
 _FACTS = {_fixed: 8, _opposite: 3, _colour: 2, _sound: 1, _legs: 1, _yes_or_no: 3}
-
-
 """The functions that draw common facts, and their frequencies."""
 
 

@@ -54,11 +54,11 @@ def _unknown(rng: Random, held_out: bool) -> Exchange:
 def _declines(rng: Random, held_out: bool) -> Exchange:
     """Draw a request that the model must decline."""
     lessons = (_unknown, world.strangers, arithmetic.too_large)
-    (lesson,) = rng.choices(lessons, weights=(6, 2, 2))
-    return lesson(rng, held_out)
+    (draw_exchange,) = rng.choices(lessons, weights=(6, 2, 2))
+    return draw_exchange(rng, held_out)
 
 
-class Drawn(NamedTuple):
+class Conversation(NamedTuple):
     """The exchanges of a dialogue, and the tools on offer."""
 
     exchanges: list[Exchange]
@@ -79,7 +79,7 @@ class Skill:
     """
 
     weight: float
-    make: Lesson[Drawn]
+    make: Lesson[Conversation]
     floor: float = 0.9
 
 
@@ -125,38 +125,38 @@ def _earlier(rng: Random, held_out: bool, topics: frozenset[str] = frozenset()) 
     taken_over = frozenset().union(*(_TAKEN_OVER.get(topic, frozenset()) for topic in topics))
     names = [name for name in _FAMILIAR if name not in taken_over]
     (name,) = rng.choices(names, [_FAMILIAR[name] for name in names])
-    _, lesson = _LESSONS[name]
-    return lesson(rng, held_out)
+    _, draw_exchange = _LESSONS[name]
+    return draw_exchange(rng, held_out)
 
 
-def _alone(lesson: Lesson[Exchange]) -> Lesson[Drawn]:
-    """Return a maker of dialogues without tools that end with an exchange of a lesson.
+def _alone(last_lesson: Lesson[Exchange]) -> Lesson[Conversation]:
+    """Return a lesson of dialogues without tools that end with an exchange of another lesson.
 
     Most of the dialogues contain only this exchange.
     """
 
-    def make(rng: Random, held_out: bool) -> Drawn:
+    def draw_conversation(rng: Random, held_out: bool) -> Conversation:
         (num_earlier,) = rng.choices((0, 1, 2, 3), weights=(70, 15, 10, 5))
-        if lesson in _DRILLED and not held_out and rng.random() < 0.4:
+        if last_lesson in _DRILLED and not held_out and rng.random() < 0.4:
             drills = rng.choices(_DRILLED, k=5)
-            return Drawn([drill(rng, False) for drill in [*drills, lesson]])
-        if lesson is reading.read:
+            return Conversation([drill(rng, False) for drill in [*drills, last_lesson]])
+        if last_lesson is reading.read:
             num_earlier = 0  # The passages are in the system message, which comes first.
         earlier = [_earlier(rng, held_out) for _ in range(num_earlier)]
-        return Drawn([*earlier, lesson(rng, held_out)])
+        return Conversation([*earlier, last_lesson(rng, held_out)])
 
-    return make
-
-
-def _follow_up(rng: Random, held_out: bool) -> Drawn:
-    return Drawn(world.follow_ups(rng, held_out))
+    return draw_conversation
 
 
-def _remembers_name(rng: Random, held_out: bool) -> Drawn:
+def _follow_up(rng: Random, held_out: bool) -> Conversation:
+    return Conversation(world.follow_ups(rng, held_out))
+
+
+def _remembers_name(rng: Random, held_out: bool) -> Conversation:
     """Draw up to two other exchanges between the user's name and the question for the name."""
     introduction, question = small_talk.remember_name(rng, held_out)
     others = [_earlier(rng, held_out) for _ in range(rng.randint(0, 2))]
-    return Drawn([introduction, *others, question])
+    return Conversation([introduction, *others, question])
 
 
 def _last_with_tools(
@@ -182,36 +182,36 @@ def _earlier_with_tools(rng: Random, tools: Sequence[tool_use.Tool], held_out: b
     return _earlier(rng, held_out, tool_use.topics(tools))
 
 
-def _with_tools(skill: str) -> Lesson[Drawn]:
-    """Return a maker of dialogues with tools that end with an exchange of a skill."""
+def _with_tools(skill: str) -> Lesson[Conversation]:
+    """Return a lesson of dialogues with tools that end with an exchange of a skill."""
 
-    def make(rng: Random, held_out: bool) -> Drawn:
+    def draw_conversation(rng: Random, held_out: bool) -> Conversation:
         tools = tool_use.offer(rng)
         (num_earlier,) = rng.choices((0, 1, 2, 3), weights=(60, 20, 12, 8))
         earlier = [_earlier_with_tools(rng, tools, held_out) for _ in range(num_earlier)]
-        return Drawn([*earlier, _last_with_tools(rng, skill, tools, held_out)], tools)
+        return Conversation([*earlier, _last_with_tools(rng, skill, tools, held_out)], tools)
 
-    return make
+    return draw_conversation
 
 
-def _new_names(rng: Random, held_out: bool) -> Drawn:
+def _new_names(rng: Random, held_out: bool) -> Conversation:
     """Draw a call of a known tool under a name and keys that training never shows."""
     tools = tool_use.offer(rng, new_names=True)
-    return Drawn([_last_with_tools(rng, "tool call", tools, held_out)], tools)
+    return Conversation([_last_with_tools(rng, "tool call", tools, held_out)], tools)
 
 
-def _unseen_tools(rng: Random, held_out: bool) -> Drawn:
+def _unseen_tools(rng: Random, held_out: bool) -> Conversation:
     """Draw a call of a tool that training never shows."""
     tools = tool_use.offer(rng, unseen=True)
-    return Drawn([_last_with_tools(rng, "tool call", tools, held_out)], tools)
+    return Conversation([_last_with_tools(rng, "tool call", tools, held_out)], tools)
 
 
-def _tool_again(rng: Random, held_out: bool) -> Drawn:
+def _tool_again(rng: Random, held_out: bool) -> Conversation:
     """Draw a call and a question such as `And in Rome?` that needs the same tool again."""
     while True:
         tools = tool_use.offer(rng)
         if any(tool.family.listed for tool in tools):
-            return Drawn(tool_use.follow_up(rng, tools, held_out), tools)
+            return Conversation(tool_use.follow_up(rng, tools, held_out), tools)
 
 
 # The skills whose last exchange can be drawn for any tools, and their frequencies in training.
@@ -224,7 +224,7 @@ _TOOL_SKILLS = {
 }
 
 SKILLS: dict[str, Skill] = {
-    **{name: Skill(weight, _alone(lesson)) for name, (weight, lesson) in _LESSONS.items()},
+    **{name: Skill(weight, _alone(last)) for name, (weight, last) in _LESSONS.items()},
     "follow-up": Skill(2, _follow_up),
     "remembers a name": Skill(2, _remembers_name),
     **{name: Skill(weight, _with_tools(name)) for name, weight in _TOOL_SKILLS.items()},
@@ -279,7 +279,7 @@ def _without_reasoning(exchange: Exchange) -> list[Message]:
     ]
 
 
-def _make_exchanges(rng: Random, skill: str, held_out: bool) -> Drawn:
+def _make_exchanges(rng: Random, skill: str, held_out: bool) -> Conversation:
     """Draw the exchanges of a dialogue. If the drawn tools have no fitting prompt, draw others.
 
     Raises:

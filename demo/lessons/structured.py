@@ -230,8 +230,6 @@ _CLASSIFY = (
     "Classify: {0}",
     "Sentiment: {0}",
 )
-
-
 _EXTRACT = (
     "Extract the data: {0}",
     "{0}",

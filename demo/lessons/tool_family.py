@@ -102,11 +102,11 @@ def parameter(
     choices: str = "",
     *,
     required: bool = True,
-    said: str = "",
+    docs: str = "",
 ) -> Parameter:
     """Make a parameter from keys and choices that are separated by blanks.
 
-    `said` contains the descriptions, which are separated by bars.
+    `docs` contains the descriptions, which are separated by bars.
     """
     return Parameter(
         slot=slot,
@@ -114,7 +114,7 @@ def parameter(
         type=kind,
         choices=words.split(choices),
         required=required,
-        descriptions=tuple(text.strip() for text in said.split("|")) if said else (),
+        descriptions=tuple(text.strip() for text in docs.split("|")) if docs else (),
     )
 
 
@@ -137,7 +137,7 @@ def pick(options: str) -> Callable[[Random], str]:
 CITY = parameter(
     "city",
     "city location place city_name town",
-    said="The city.|City name|Name of the city, e.g. Paris|"
+    docs="The city.|City name|Name of the city, e.g. Paris|"
     "The city and state, e.g. San Francisco, CA|Where",
 )
 DONE: tuple[Any, ...] = (

@@ -147,7 +147,7 @@ FAMILIES = (
         "Play a song.|Play music by an artist.|Music player",
         (
             parameter(
-                "artist", "artist singer band performer musician", said="The artist.|Who plays it"
+                "artist", "artist singer band performer musician", docs="The artist.|Who plays it"
             ),
             parameter("song", "song title track song_name", required=False),
         ),

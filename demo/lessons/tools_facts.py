@@ -125,7 +125,7 @@ _UNIT = parameter(
     "unit units temperature_unit scale",
     choices="celsius fahrenheit",
     required=False,
-    said="The temperature unit.|celsius or fahrenheit",
+    docs="The temperature unit.|celsius or fahrenheit",
 )
 
 FAMILIES = (
@@ -190,7 +190,7 @@ FAMILIES = (
             parameter(
                 "zone",
                 "timezone time_zone tz zone",
-                said="IANA time zone|The timezone, e.g. Europe/Paris",
+                docs="IANA time zone|The timezone, e.g. Europe/Paris",
             ),
         ),
         "What time is it in {zone}?|What's the time in {zone}?|"
@@ -229,7 +229,7 @@ FAMILIES = (
             parameter(
                 "expression",
                 "expression expr formula input equation",
-                said="The expression.|An arithmetic expression, e.g. 2 + 2|What to calculate",
+                docs="The expression.|An arithmetic expression, e.g. 2 + 2|What to calculate",
             ),
         ),
         "What is {expression}?|Calculate {expression}.|Compute {expression}.|"
@@ -279,7 +279,7 @@ FAMILIES = (
             parameter(
                 "query",
                 "query q search_query keywords term",
-                said="The query.|What to search for|Search words",
+                docs="The query.|What to search for|Search words",
             ),
             parameter("limit", "limit max_results num_results top_k", "integer", required=False),
         ),

@@ -142,12 +142,12 @@ FAMILIES = (
         "switch_light set_light light_switch control_light toggle_light switch_lights set_lights",
         "Switch a light on or off.|Control the lights.|Lights in a room",
         (
-            parameter("room", "room location area where", said="The room.|Which room"),
+            parameter("room", "room location area where", docs="The room.|Which room"),
             parameter(
                 "state",
                 "state status power action",
                 choices="on off",
-                said="on or off|The new state.",
+                docs="on or off|The new state.",
             ),
         ),
         "Turn {state} the light in the {room}.|Switch the {room} light {state}.|"
@@ -232,7 +232,7 @@ FAMILIES = (
             parameter(
                 "name",
                 "name person contact full_name contact_name",
-                said="The person.|Name of the contact",
+                docs="The person.|Name of the contact",
             ),
         ),
         "What is the phone number of {name}?|What is {name}'s phone number?|"

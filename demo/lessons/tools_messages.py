@@ -21,8 +21,6 @@ CURRENCIES = {
     "CNY": "yuan",
 }
 _LANGUAGE = pick("French German Spanish Italian Japanese Dutch Polish Turkish Portuguese Chinese")
-
-
 _UNITS = words.split(
     "kilometers miles meters feet inches pounds kilograms grams ounces liters gallons yards"
 )
@@ -63,11 +61,11 @@ FAMILIES = (
         "Send an email.|Send an email to somebody.|Write and send a mail|E-mail",
         (
             parameter(
-                "to", "to recipient email address receiver", said="Who receives it.|The address"
+                "to", "to recipient email address receiver", docs="Who receives it.|The address"
             ),
-            parameter("subject", "subject title subject_line topic", said="The subject."),
+            parameter("subject", "subject title subject_line topic", docs="The subject."),
             parameter(
-                "body", "body message content text email_body", said="The text.|Body of the email"
+                "body", "body message content text email_body", docs="The text.|Body of the email"
             ),
         ),
         "Send an email to {to} with subject {subject} and body {body}.|"
@@ -110,12 +108,12 @@ FAMILIES = (
         "Send a message to somebody.|Send a text to a person.|Write to a contact|Send an SMS",
         (
             parameter(
-                "to", "to recipient name contact person", said="Who receives it.|The recipient|Name"
+                "to", "to recipient name contact person", docs="Who receives it.|The recipient|Name"
             ),
             parameter(
                 "text",
                 "text message content body msg",
-                said="The text.|What to say|Body of the message",
+                docs="The text.|What to say|Body of the message",
             ),
         ),
         "Send {to} the message: {text}|Tell {to}: {text}|Write to {to}: {text}|"
@@ -129,7 +127,7 @@ FAMILIES = (
         "alarm",
         "set_alarm create_alarm alarm add_alarm setAlarm wake_up",
         "Set an alarm.|Create an alarm for a time.|Alarm clock",
-        (parameter("time", "time at alarm_time when", said="The time.|When it rings"),),
+        (parameter("time", "time at alarm_time when", docs="The time.|When it rings"),),
         "Set an alarm for {time}.|Wake me at {time}.|Set the alarm to {time}.|"
         "Set an alarm at {time}.|Alarm at {time}, please.|Wake me up at {time}.|"
         "Can you set an alarm for {time}?|I need an alarm at {time}.",
@@ -146,7 +144,7 @@ FAMILIES = (
                 "minutes",
                 "minutes duration duration_minutes mins num_minutes",
                 "integer",
-                said="Minutes.|How long, in minutes",
+                docs="Minutes.|How long, in minutes",
             ),
         ),
         "Set a timer for {minutes} minutes.|Start a timer of {minutes} minutes.|"
@@ -176,7 +174,7 @@ FAMILIES = (
             parameter(
                 "symbol",
                 "symbol ticker stock_symbol ticker_symbol stock",
-                said="The ticker symbol, e.g. AAPL|Stock symbol",
+                docs="The ticker symbol, e.g. AAPL|Stock symbol",
             ),
         ),
         "What is the stock price of {symbol}?|What is the price of {symbol}?|"
@@ -199,12 +197,12 @@ FAMILIES = (
         "Translate text to a target language",
         (
             parameter(
-                "text", "text sentence phrase input content", said="The text.|What to translate"
+                "text", "text sentence phrase input content", docs="The text.|What to translate"
             ),
             parameter(
                 "language",
                 "target_language language to target target_lang to_language lang",
-                said="The language.|Target language",
+                docs="The language.|Target language",
             ),
         ),
         "Translate {text} into {language}.|Translate {text} to {language}.|"
@@ -232,17 +230,17 @@ FAMILIES = (
         "Convert money between currencies.|Currency conversion.|Exchange an amount of money",
         (
             parameter(
-                "amount", "amount value sum money quantity", "number", said="How much.|The amount"
+                "amount", "amount value sum money quantity", "number", docs="How much.|The amount"
             ),
             parameter(
                 "source",
                 "from from_currency source base source_currency",
-                said="Currency code.|The currency to convert from",
+                docs="Currency code.|The currency to convert from",
             ),
             parameter(
                 "target",
                 "to to_currency target target_currency dest_currency",
-                said="Currency code.|The currency to convert to",
+                docs="Currency code.|The currency to convert to",
             ),
         ),
         "Convert {amount} {source} to {target}.|"

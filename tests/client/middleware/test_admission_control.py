@@ -23,7 +23,9 @@ from nereid_client.settings import Settings
 pytestmark = pytest.mark.anyio
 
 REFUSED = 'nereid_frontend_refused_requests_total{limit="%s",status="%s"} 1.0'
+# The echo model sends the text "a b b ..." and waits 0.02 s before each "b", 30 s together.
 SLOW = "a " + "<pause 0.02>b " * 1500
+SCOPE = {"type": "http", "headers": [], "method": "POST", "path": "/"}
 
 
 def body(text, **fields):
@@ -110,17 +112,17 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(connect, ba
 
 async def test_a_late_stream_of_a_response_ends_with_an_event_of_the_responses_api(connect):
     async with connect() as client:
-        sent = {"model": "echo", "input": SLOW, "stream": True}
+        request = {"model": "echo", "input": SLOW, "stream": True}
         headers = {"X-Request-Timeout": "1"}
-        answer = await client.post("/v1/responses", json=sent, headers=headers)
-    *_, before, last = answer.text.strip().split("\n\n")
-    name, data = last.split("\n")
-    assert name == "event: error"
-    event = json.loads(data.removeprefix("data: "))
-    number = json.loads(before.split("\ndata: ")[1])["sequence_number"] + 1
-    assert (event["type"], event["sequence_number"]) == ("error", number)
-    assert event["code"] == event["error"]["code"] == "timeout"
-    assert event["message"] == event["error"]["message"]
+        answer = await client.post("/v1/responses", json=request, headers=headers)
+
+    *_, last_delta, error = (event.split("\ndata: ") for event in answer.text.strip().split("\n\n"))
+    assert error[0] == "event: error"
+    delta_data, error_data = json.loads(last_delta[1]), json.loads(error[1])
+    assert error_data["type"] == "error"
+    assert error_data["sequence_number"] == delta_data["sequence_number"] + 1
+    assert error_data["code"] == error_data["error"]["code"] == "timeout"
+    assert error_data["message"] == error_data["error"]["message"]
 
 
 async def test_the_server_limit_holds_for_callers_that_ask_for_more(connect, backend):
@@ -142,48 +144,51 @@ async def test_an_unusable_timeout_is_a_400(connect, value):
 
 
 async def test_a_client_that_reads_nothing_is_given_up():
-    sent, ended = [], []
+    messages = []
+    has_ended = asyncio.Event()
 
-    async def endless(scope, receive, send):
+    async def send_endlessly(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         try:
             while True:
                 await send({"type": "http.response.body", "body": b"x", "more_body": True})
         finally:
-            ended.append(True)
+            has_ended.set()
 
-    async def unread(message):
-        sent.append(message)
-        if len(sent) > 3:
-            await asyncio.Event().wait()
+    async def accept_three_messages(message):
+        messages.append(message)
+        if len(messages) > 3:
+            await asyncio.Event().wait()  # for ever, like a write to a client that does not read
 
-    scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     metrics = RequestMetrics(lambda: 0)
-    app = Timeouts(endless, limit_s=0, unread_s=0.1, metrics=metrics, running=RunningRequests())
-    started = time.monotonic()
-    await app(scope, None, unread)
-    assert time.monotonic() - started < 30
-    assert ended == [True]
+    app = Timeouts(
+        send_endlessly, limit_s=0, unread_s=0.1, metrics=metrics, running=RunningRequests()
+    )
+    await asyncio.wait_for(app(SCOPE, None, accept_three_messages), timeout=30)
+
+    assert has_ended.is_set()
     assert REFUSED % ("unread_timeout_s", 499) in metrics.as_text().decode()
 
 
 async def test_a_late_stream_that_nobody_reads_ends_although_its_error_cannot_be_sent():
-    async def silent(scope, receive, send):
+    async def begin_stream_and_stop(scope, receive, send):
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await asyncio.Event().wait()
 
-    async def first_only(message):
+    async def block_at_the_error(message):
         if message["type"] == "http.response.body":
             assert json.loads(message["body"].removeprefix(b"data: "))["error"]["code"] == "timeout"
             await asyncio.Event().wait()
 
-    scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
-    started = time.monotonic()
-    metrics = RequestMetrics(lambda: 0)
-    limited = Timeouts(silent, limit_s=0.05, unread_s=0, metrics=metrics, running=RunningRequests())
-    await limited(scope, None, first_only)
-    assert time.monotonic() - started < 30
+    limited = Timeouts(
+        begin_stream_and_stop,
+        limit_s=0.05,
+        unread_s=0,
+        metrics=RequestMetrics(lambda: 0),
+        running=RunningRequests(),
+    )
+    await asyncio.wait_for(limited(SCOPE, None, block_at_the_error), timeout=30)
 
 
 class Server:
@@ -196,49 +201,54 @@ class Server:
 
     def __init__(self, per_second, arrivals_per_second=1e9):
         self.per_second = per_second
-        self._room = self._most = max(per_second, 3.0)
-        self._step_s = 1 / arrivals_per_second
-        self._arrived = 0.0
-        self.num_asked = self.num_taken = 0
-        self.longest_s = 0.0
+        self._free_places = self._num_places = max(per_second, 3.0)
+        self._arrival_interval_s = 1 / arrivals_per_second
+        self._last_arrival = 0.0
+        self.num_asked = self.num_accepted = 0
+        self.longest_delay_s = 0.0
 
     def send(self, now):
         """Return the time at which a request arrives, and whether the server accepts it."""
-        arrives = max(now, self._arrived) + self._step_s
-        self._room = min(self._room + (arrives - self._arrived) * self.per_second, self._most)
-        self._arrived = arrives
-        self.longest_s = max(self.longest_s, arrives - now)
+        arrival = max(now, self._last_arrival) + self._arrival_interval_s
+        num_answered = (arrival - self._last_arrival) * self.per_second
+        self._free_places = min(self._free_places + num_answered, self._num_places)
+        self._last_arrival = arrival
+        self.longest_delay_s = max(self.longest_delay_s, arrival - now)
         self.num_asked += 1
-        if self._room < 1:
-            return arrives, False
-        self._room -= 1
-        self.num_taken += 1
-        return arrives, True
+        if self._free_places < 1:
+            return arrival, False
+        self._free_places -= 1
+        self.num_accepted += 1
+        return arrival, True
 
 
-def run(server, offered, seconds):
-    """Send requests to a server at a steady rate through a throttle, and return their number."""
-    throttle, on_their_way = Throttle(), collections.deque()
-    times = [number / offered for number in range(1, int(seconds * offered))]
+def offer_requests(server, per_second, duration_s):
+    """Send requests to a server at a steady rate through a throttle, and return their number.
+
+    The throttle learns about a rejection when the rejected request has arrived at the server.
+    """
+    throttle = Throttle()
+    rejected = collections.deque()  # the times of sending and of arrival
+    times = [number / per_second for number in range(1, int(duration_s * per_second))]
     for now in times:
-        while on_their_way and on_their_way[0][1] <= now:
-            throttle.record_rejection("full; try again in 2 s", "2", *on_their_way.popleft())
+        while rejected and rejected[0][1] <= now:
+            throttle.record_rejection("full; try again in 2 s", "2", *rejected.popleft())
         if throttle.rejection(now) is None:
             throttle.record_admission(now)
-            arrives, is_taken = server.send(now)
-            if not is_taken:
-                on_their_way.append((now, arrives))
+            arrival, is_accepted = server.send(now)
+            if not is_accepted:
+                rejected.append((now, arrival))
     return len(times)
 
 
 @settings(max_examples=40, deadline=None)
 @given(capacity=st.floats(0.5, 200), factor=st.floats(0.2, 15))
 def test_beyond_capacity_the_server_is_kept_busy_and_asked_little_more(capacity, factor):
-    server, seconds = Server(capacity), 6.0
-    num_offered = run(server, capacity * factor, seconds)
-    could = min(num_offered, max(capacity, 3.0) + seconds * capacity)
-    assert server.num_taken >= 0.9 * could - 2
-    assert server.num_asked - server.num_taken <= 0.3 * server.num_taken + 12 * seconds
+    server, duration_s = Server(capacity), 6.0
+    num_offered = offer_requests(server, capacity * factor, duration_s)
+    most_possible = min(num_offered, max(capacity, 3.0) + duration_s * capacity)
+    assert server.num_accepted >= 0.9 * most_possible - 2
+    assert server.num_asked - server.num_accepted <= 0.3 * server.num_accepted + 12 * duration_s
     if factor < 0.9:
         assert server.num_asked == num_offered
 
@@ -248,10 +258,10 @@ def test_beyond_capacity_the_server_is_kept_busy_and_asked_little_more(capacity,
 def test_a_slow_connection_to_the_server_does_not_become_a_queue(capacity, factor, slowness):
     offered = capacity * factor
     server = Server(capacity, max(offered / slowness, 4 * capacity))
-    num_offered = run(server, offered, 10.0)
-    could = min(num_offered, max(capacity, 3.0) + 10.0 * capacity)
-    assert server.longest_s < 1.5
-    assert server.num_taken >= 0.8 * could - 2
+    num_offered = offer_requests(server, offered, duration_s=10.0)
+    most_possible = min(num_offered, max(capacity, 3.0) + 10.0 * capacity)
+    assert server.longest_delay_s < 1.5
+    assert server.num_accepted >= 0.8 * most_possible - 2
 
 
 def test_when_rejections_end_all_requests_are_admitted_within_half_a_second():
@@ -276,36 +286,45 @@ async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(conn
     ticks = itertools.count(1.0, 0.002)
     clock = SimpleNamespace(monotonic=lambda: next(ticks))
     monkeypatch.setattr(admission, "time", clock)
+    # This text makes the echo model reject the request with the message after the status.
     full = "<fail UNAVAILABLE 9 requests wait; try again in 7 s>"
     path = "/v1/chat/completions"
     async with connect() as client:
         answers = [await client.post(path, json=body(full)) for _ in range(60)]
+
         assert {answer.status_code for answer in answers} == {503}
         assert {answer.headers["retry-after"] for answer in answers} == {"7"}
-        asked = [a for a in answers if "overloaded" not in a.json()["error"]["message"]]
-        assert 4 <= len(asked) < 30
+        messages = [answer.json()["error"]["message"] for answer in answers]
+        num_rejected_by_server = sum("overloaded" not in message for message in messages)
+        assert 4 <= num_rejected_by_server < 30
         assert "message: 9 requests wait; try again in 7 s" in answers[-1].text
+
         # Each route has its own throttle, so requests to another route are accepted.
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
         assert (await client.get("/health/ready")).status_code == 200
+
+        # The throttle admits requests again half a second after the last rejection.
         clock.monotonic = lambda: next(ticks) + 0.6
         assert (await client.post(path, json=body("hi"))).status_code == 200
 
 
 async def test_a_503_without_retry_after_does_not_throttle_requests():
-    async def app(scope, receive, send):
+    async def answer_503(scope, receive, send):
         await send({"type": "http.response.start", "status": 503, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        await send({"type": "http.response.body", "body": b"answer of the application"})
 
-    sent = []
+    messages = []
 
     async def send(message):
-        sent.append(message)
+        messages.append(message)
 
-    limited = AdmissionControl(app, Gate(SharedBudget(10)), RequestMetrics(lambda: 0))
+    gate = Gate(SharedBudget(10))
+    app = AdmissionControl(answer_503, gate, RequestMetrics(lambda: 0))
     for _ in range(50):
-        await limited({"type": "http", "headers": [], "method": "POST", "path": "/"}, None, send)
-    assert {message["body"] for message in sent if "body" in message} == {b"{}"}
+        await app(SCOPE, None, send)
+
+    bodies = [message["body"] for message in messages if "body" in message]
+    assert bodies == [b"answer of the application"] * 50
 
 
 def test_clients_with_ever_new_names_do_not_fill_the_memory_with_throttles():

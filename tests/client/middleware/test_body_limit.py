@@ -12,17 +12,17 @@ pytestmark = pytest.mark.anyio
 
 async def call(app, messages, headers=()):
     """Call an ASGI application that receives `messages`. Return the status and error message."""
-    sent = []
-    waiting = iter(messages)
+    sent_messages = []
+    unreceived_messages = iter(messages)
 
     async def receive():
-        message = next(waiting, None)
+        message = next(unreceived_messages, None)
         if message is None:
-            await asyncio.Event().wait()
+            await asyncio.Event().wait()  # for ever, like a client that sends nothing more
         return message
 
     async def send(message):
-        sent.append(message)
+        sent_messages.append(message)
 
     scope = {
         "type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"",
@@ -31,7 +31,8 @@ async def call(app, messages, headers=()):
     }  # fmt: skip
     async with app.router.lifespan_context(app):
         await app(scope, receive, send)
-    return sent[0]["status"], json.loads(sent[1]["body"])["error"]["message"]
+    start, body = sent_messages
+    return start["status"], json.loads(body["body"])["error"]["message"]
 
 
 def part(data, more=True):

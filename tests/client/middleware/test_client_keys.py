@@ -1,7 +1,10 @@
 """Tests of the API keys of several clients: the key file, the limits, and the clients' shares."""
 
+import functools
 import hashlib
+import itertools
 import os
+from types import SimpleNamespace
 
 import pytest
 from nereid_client.middleware.client_keys import Bucket, KeyFile
@@ -19,11 +22,13 @@ TWO = '[a]\nkey = "key-a"\n[b]\nkey = "key-b"\nweight = 3\n'
 def write(tmp_path):
     """A function that writes a key file and returns the path of the file."""
     path = tmp_path / "keys.toml"
-    versions = iter(range(1, 100))
+    modification_times = itertools.count(1)
 
     def write_text(text):
         path.write_text(text)
-        os.utime(path, (0, next(versions)))
+        # Two writes within one tick of the file system's clock would get the same time, and the
+        # frontend would not notice the second write.
+        os.utime(path, (0, next(modification_times)))
         return path
 
     return write_text
@@ -99,29 +104,25 @@ def test_a_damaged_change_leaves_the_previous_keys_valid(write, caplog):
 )
 def test_a_wrong_file_is_reported_with_the_name_of_the_field(write, text, reason):
     path = write(text)
-    with pytest.raises(SettingsError, match="api_key_file") as caught:
+    with pytest.raises(SettingsError, match="api_key_file") as raised:
         KeyFile(path)
-    assert str(path) in str(caught.value)
-    assert reason in str(caught.value)
+    assert str(path) in str(raised.value)
+    assert reason in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("limit", "name"),
-    [("requests_per_minute = 2", "requests_per_minute"), ("tokens_per_minute = 1", "tokens_per")],
-)
-async def test_a_key_over_its_limit_gets_a_429_that_names_the_limit(connect, write, limit, name):
-    path = write(f'[a]\nkey = "a"\n{limit}\n[b]\nkey = "b"')
+@pytest.mark.parametrize(("name", "limit"), [("requests_per_minute", 2), ("tokens_per_minute", 1)])
+async def test_a_key_over_its_limit_gets_a_429_that_names_the_limit(connect, write, name, limit):
+    path = write(f'[limited]\nkey = "a"\n{name} = {limit}\n[unlimited]\nkey = "b"')
     async with connect(api_key_file=str(path)) as client:
-        statuses = []
-        for _ in range(3):
-            answer = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("a"))
-            statuses.append(answer.status_code)
-        assert statuses[0] == 200
-        assert statuses[-1] == 429
-        assert name in answer.json()["error"]["message"]
-        assert 0 < int(answer.headers["retry-after"]) <= 120
-        other = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("b"))
-        assert other.status_code == 200
+        send_chat = functools.partial(client.post, "/v1/chat/completions", json=CHAT)
+        first_answer, _, third_answer = [await send_chat(headers=bearer("a")) for _ in range(3)]
+        answer_of_unlimited = await send_chat(headers=bearer("b"))
+
+    assert first_answer.status_code == 200
+    assert third_answer.status_code == 429
+    assert name in third_answer.json()["error"]["message"]
+    assert 0 < int(third_answer.headers["retry-after"]) <= 120
+    assert answer_of_unlimited.status_code == 200
 
 
 async def test_the_user_agent_of_nereid_serve_does_not_lift_the_limits_of_a_key(connect, write):
@@ -146,19 +147,21 @@ def test_a_bucket_fills_up_within_a_minute():
 
 
 def test_a_change_of_the_key_file_keeps_what_every_client_has_used(write):
-    now = [0.0]
-    limited = '[a]\nkey = "a"\nrequests_per_minute = 2\n[b]\nkey = "b"\nrequests_per_minute = {}\n'
-    keys = KeyFile(write(limited.format(2)), lambda: now[0])
-    a, b = keys.find("a"), keys.find("b")
-    for client in (a, b):
-        client.count_request(1.0)
-        client.count_request(1.0)
-    now[0] = 1.1
-    write(limited.format(3))
-    assert keys.find("a").rejection(1.1) is not None
-    assert keys.find("b").rejection(1.1) is None  # the new limit allows one more request
-    b.count_request(1.1)
-    assert b.rejection(1.1) is not None
+    clock = SimpleNamespace(now=0.0)
+    text = '[a]\nkey = "a"\nrequests_per_minute = 2\n[b]\nkey = "b"\nrequests_per_minute = {}\n'
+    keys = KeyFile(write(text.format(2)), lambda: clock.now)
+    client_a, client_b = keys.find("a"), keys.find("b")
+    for client in (client_a, client_b):
+        client.count_request(now=1.0)
+        client.count_request(now=1.0)
+
+    clock.now = 1.1
+    write(text.format(3))
+
+    assert keys.find("a").rejection(now=1.1) is not None
+    assert keys.find("b").rejection(now=1.1) is None  # the new limit allows one more request
+    client_b.count_request(now=1.1)
+    assert client_b.rejection(now=1.1) is not None
 
 
 def test_no_client_can_use_all_of_a_shared_limit():

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-
+# The echo model waits five seconds before it answers "a".
+LATE = {"messages": [{"role": "user", "content": "<pause 5> a"}]}
 
 SERVER_PAGE = b"""\
 # TYPE nereid:num_requests gauge
@@ -48,11 +49,13 @@ async def samples_of(client):
 
 
 def refused(limit, status):
+    """Return the key of the sample that counts the requests that a limit refused."""
     name = "nereid_frontend_refused_requests_total"
     return (name, ("limit", limit), ("status", str(status)))
 
 
 def requests(route, status):
+    """Return the key of the sample that counts the requests of a route that got a status."""
     return ("nereid_frontend_requests_total", ("route", route), ("status", str(status)))
 
 
@@ -64,6 +67,7 @@ async def test_requests_are_counted_by_route_and_status(connect):
         await client.get("/v1/models/org/name")
         await client.get("/no/such/path")
         samples = await samples_of(client)
+
     assert samples[requests(CHAT, 200)] == 2
     assert samples[requests(CHAT, 400)] == 1
     assert samples[requests("/v1/models/{model_id}", 404)] == 1
@@ -111,22 +115,8 @@ async def test_a_refused_request_is_counted_under_the_route_of_its_method(connec
             "max_stored_response_bytes",
             400,
         ),
-        (
-            {},
-            CHAT,
-            {"messages": [{"role": "user", "content": "<pause 5> a"}]},
-            {"X-Request-Timeout": "0.05"},
-            "x_request_timeout",
-            504,
-        ),
-        (
-            {"request_timeout_s": 1},
-            CHAT,
-            {"messages": [{"role": "user", "content": "<pause 5> a"}]},
-            {},
-            "request_timeout_s",
-            504,
-        ),
+        ({}, CHAT, LATE, {"X-Request-Timeout": "0.05"}, "x_request_timeout", 504),
+        ({"request_timeout_s": 1}, CHAT, LATE, {}, "request_timeout_s", 504),
     ],
 )
 async def test_a_refusal_is_counted_under_the_setting_that_caused_it(
@@ -172,10 +162,12 @@ async def test_a_full_or_stopping_frontend_counts_rejected_requests(is_draining,
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
     ):
-        app.state.gate.enter()
+        app.state.gate.enter()  # as if one request, the maximum, were running
         app.state.gate.is_draining = is_draining
-        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == status
+        response = await client.post("/v1/embeddings", json={"input": "a"})
         samples = await samples_of(client)
+
+    assert response.status_code == status
     assert samples[refused(limit, status)] == 1
     assert samples[requests("/v1/embeddings", status)] == 1
     assert samples[("nereid_frontend_running_requests",)] == 1
@@ -214,26 +206,26 @@ async def test_the_page_needs_no_key(connect):
 async def test_the_first_burst_after_a_start_is_not_limited_by_the_servers_own_checks(
     connect, backend
 ):
-    async def start(number, **options):
-        slow = {"messages": [{"role": "user", "content": "one <pause 60>two"}]}
-        tasks.append(asyncio.create_task(client.post(CHAT, json=slow, **options)))
-        while len(backend.active) < number:
+    slow = {"messages": [{"role": "user", "content": "one <pause 60>two"}]}
+    running = []
+
+    async def start(client, headers):
+        running.append(asyncio.create_task(client.post(CHAT, json=slow, headers=headers)))
+        while len(backend.active) < len(running):
             await asyncio.sleep(0.01)
 
-    tasks = []
-    check = {"User-Agent": SUPERVISOR_USER_AGENT}
+    headers_of_check = {"User-Agent": SUPERVISOR_USER_AGENT}
     async with connect(max_concurrent_requests=2) as client:
         # `nereid serve` sends one check to the language model and one to a pooling model.
-        for number in (1, 2):
-            await start(number, headers=check)
-        for number in (3, 4):
-            await start(number)
+        for headers in (headers_of_check, headers_of_check, {}, {}):
+            await start(client, headers)
         assert (await client.post(CHAT, json=HELLO)).status_code == 429
         # Any client can send this user agent. Therefore, a third check at the same time is treated
         # like an ordinary request.
-        assert (await client.post(CHAT, json=HELLO, headers=check)).status_code == 429
+        assert (await client.post(CHAT, json=HELLO, headers=headers_of_check)).status_code == 429
         await client.post("/abort_request", json={"abort_all": True})
-        assert {response.status_code for response in await asyncio.gather(*tasks)} == {499}
+        responses = await asyncio.gather(*running)
+    assert [response.status_code for response in responses] == [499] * 4
 
 
 @pytest.fixture
@@ -289,27 +281,25 @@ async def test_requests_and_tokens_are_counted_by_client(connect, tmp_path):
     async with connect(api_key="own", api_key_file=str(keys)) as client:
         for key in ("a", "a", "b", "own"):
             answer = await client.post(CHAT, json=HELLO, headers={"Authorization": f"Bearer {key}"})
-        await client.post(CHAT, json={}, headers={"Authorization": "Bearer b"})
+        await client.post(CHAT, json={}, headers={"Authorization": "Bearer b"})  # has no messages
         samples = await samples_of(client)
 
-    def requests_of(name, status):
-        labels = (("client", name), ("status", str(status)))
-        return samples.get(("nereid_frontend_client_requests_total", *labels))
+    def num_requests(client_name, status):
+        labels = (("client", client_name), ("status", str(status)))
+        return samples[("nereid_frontend_client_requests_total", *labels)]
 
-    assert [requests_of("team-a", 200), requests_of("team-b", 200)] == [2, 1]
-    assert requests_of("team-b", 400) == 1
-    usage = answer.json()["usage"]
-    tokens = {
-        labels["kind"]: value
-        for (name, *pairs), value in samples.items()
-        if name == "nereid_frontend_client_tokens_total"
-        and (labels := dict(pairs))["client"] == "team-a"
-    }
-    assert tokens == {
-        "prompt": 2 * usage["prompt_tokens"],
-        "generation": 2 * usage["completion_tokens"],
-    }
-    assert {dict(pairs).get("client") for _, *pairs in samples} == {None, "team-a", "team-b"}
+    def num_tokens(client_name, kind):
+        labels = (("client", client_name), ("kind", kind))
+        return samples[("nereid_frontend_client_tokens_total", *labels)]
+
+    assert num_requests("team-a", 200) == 2
+    assert num_requests("team-b", 200) == 1
+    assert num_requests("team-b", 400) == 1
+    usage_per_answer = answer.json()["usage"]
+    assert num_tokens("team-a", "prompt") == 2 * usage_per_answer["prompt_tokens"]
+    assert num_tokens("team-a", "generation") == 2 * usage_per_answer["completion_tokens"]
+    # The requests with the key of the setting `api_key` belong to no client of the file.
+    assert {dict(labels).get("client") for _, *labels in samples} == {None, "team-a", "team-b"}
 
 
 async def test_durations_are_counted_by_route(connect):

@@ -36,9 +36,11 @@ def seen(backend):
 
 async def test_a_request_has_a_span_below_that_of_its_client(connect, receiver, seen):
     headers = {"traceparent": TRACEPARENT, "X-Request-Id": "my-id"}
+    span_name = f"POST {CHAT}"
     async with connect() as client:
         assert (await client.post(CHAT, json=HELLO, headers=headers)).status_code == 200
-    span = receiver.wait_for([f"POST {CHAT}"])[f"POST {CHAT}"]
+    span = receiver.wait_for([span_name])[span_name]
+
     assert (span.trace, span.parent) == (TRACE, PARENT)
     assert span.attributes == {
         "http.response.status_code": 200,

@@ -13,14 +13,17 @@ FRAME = CompletionFrame("id", "echo", 1)
 
 
 async def chunks_of(*deltas):
-    """The chunks for some deltas, except for the first chunk, which contains only the role."""
+    """Return the choice of each chunk for some deltas.
 
-    async def rest():
+    The first chunk, which contains only the role, is left out.
+    """
+
+    async def later_deltas():
         for delta in deltas[1:]:
             yield delta
 
-    written = [data async for data in chat_events(FRAME, ReasoningView(), deltas[0], rest())]
-    events = b"".join(written).decode().split("\n\n")
+    stream = chat_events(FRAME, ReasoningView(), deltas[0], later_deltas())
+    events = b"".join([data async for data in stream]).decode().split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
     return [chunk["choices"][0] for chunk in chunks[1:]]
 
@@ -31,12 +34,13 @@ async def test_content_and_each_tool_call_of_one_delta_arrive_in_separate_chunks
         for number in range(2)
     ]
     delta = {"reasoning": "Hm", "content": "Hi", "tool_calls": calls, "token_ids": [7, 8]}
-    *parts, last = await chunks_of(delta, {"finish_reason": "tool_calls"})
-    sent = [part["delta"] for part in parts]
-    assert sent[:2] == [{"reasoning": "Hm", "reasoning_content": "Hm"}, {"content": "Hi"}]
-    assert [[call["id"] for call in part["tool_calls"]] for part in sent[2:]] == [
-        ["call_0"],
-        ["call_1"],
-    ]
-    assert [part.get("token_ids") for part in parts] == [[7, 8], None, None, None]
-    assert last["finish_reason"] == "tool_calls"
+
+    *choices, last_choice = await chunks_of(delta, {"finish_reason": "tool_calls"})
+
+    reasoning, content, *call_deltas = [choice["delta"] for choice in choices]
+    assert reasoning == {"reasoning": "Hm", "reasoning_content": "Hm"}
+    assert content == {"content": "Hi"}
+    ids_of_calls = [[call["id"] for call in delta["tool_calls"]] for delta in call_deltas]
+    assert ids_of_calls == [["call_0"], ["call_1"]]
+    assert [choice.get("token_ids") for choice in choices] == [[7, 8], None, None, None]
+    assert last_choice["finish_reason"] == "tool_calls"

@@ -1,6 +1,7 @@
 """Tests of merging deltas of one choice, folding a stream into whole choices, and interleaving."""
 
 import asyncio
+import copy
 from random import Random
 
 import pytest
@@ -106,46 +107,62 @@ async def test_folding_misses_a_choice_that_has_no_reason():
 
 async def test_a_slow_reader_gets_one_delta_a_choice():
     items = [{"index": n % 3, "content": str(n)} for n in range(999)]
-    deltas = merged(source(*items))
-    got = ["", "", ""]
-    count = 0
-    async for delta in deltas:
-        got[delta["index"]] += delta["content"]
-        count += 1
+    texts = ["", "", ""]
+    num_deltas = 0
+    async for delta in merged(source(*items)):
+        texts[delta["index"]] += delta["content"]
+        num_deltas += 1
         await asyncio.sleep(0.1)  # much longer than the source takes to yield all deltas
-    assert got == ["".join(str(n) for n in range(index, 999, 3)) for index in range(3)]
-    assert count < 15
+    assert texts == ["".join(str(n) for n in range(index, 999, 3)) for index in range(3)]
+    assert num_deltas < 15
+
+
+def random_delta(random, number, num_choices):
+    """Return a delta of a random choice. All parts of the delta contain `number`.
+
+    The index of the first choice is optional.
+    """
+    index = random.randrange(num_choices)
+    delta = {"index": index} if index or random.random() < 0.5 else {}
+    if random.random() < 0.7:
+        delta["content"] = f"{number},"
+    if random.random() < 0.7:
+        delta["token_ids"] = [number]
+    if random.random() < 0.2:
+        delta["tool_calls"] = [{"index": 0, "arguments": f"{number};"}]
+    return delta
+
+
+def add_to_choice(choices, delta):
+    """Append the parts of a delta to the choice to which the delta belongs."""
+    choice = choices[delta.get("index", 0)]
+    choice["content"] += delta.get("content", "")
+    choice["token_ids"] += delta.get("token_ids", [])
+    choice["arguments"] += "".join(c.get("arguments", "") for c in delta.get("tool_calls", ()))
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_however_deltas_queue_up_each_choice_keeps_all_of_its_own_in_order(seed):
     random = Random(seed)
-    sent = [{"content": "", "token_ids": [], "calls": ""} for _ in range(random.randint(1, 5))]
-    items = []
+    num_choices = random.randint(1, 5)
+    empty_choice = {"content": "", "token_ids": [], "arguments": ""}
+    sent, received = (
+        [copy.deepcopy(empty_choice) for _ in range(num_choices)] for _ in ("sent", "received")
+    )
+    items = []  # the deltas and the pauses of the source
     for number in range(random.randint(1, 600)):
-        index = random.randrange(len(sent))
-        delta = {"index": index} if index or random.random() < 0.5 else {}
-        if random.random() < 0.7:
-            delta["content"] = f"{number},"
-            sent[index]["content"] += f"{number},"
-        if random.random() < 0.7:
-            delta["token_ids"] = [number]
-            sent[index]["token_ids"].append(number)
-        if random.random() < 0.2:
-            delta["tool_calls"] = [{"index": 0, "arguments": f"{number};"}]
-            sent[index]["calls"] += f"{number};"
+        delta = random_delta(random, number, num_choices)
+        add_to_choice(sent, delta)
         items.append(delta)
         if random.random() < 0.05:
             items.append(0.001)
-    got = [{"content": "", "token_ids": [], "calls": ""} for _ in sent]
+
     async for delta in merged(source(*items)):
-        choice = got[delta.get("index", 0)]
-        choice["content"] += delta.get("content", "")
-        choice["token_ids"] += delta.get("token_ids", [])
-        choice["calls"] += "".join(c.get("arguments", "") for c in delta.get("tool_calls", ()))
+        add_to_choice(received, delta)
         if random.random() < 0.1:
-            await asyncio.sleep(0.002)
-    assert got == sent
+            await asyncio.sleep(0.002)  # deltas queue up while the reader is slow
+
+    assert received == sent
 
 
 async def test_folding_thousands_of_deltas_keeps_every_one():

@@ -66,7 +66,7 @@ def test_a_prompt_token_without_bytes_does_not_shift_the_next_offsets():
 
 
 @pytest.mark.parametrize(
-    ("text", "rest", "first"),
+    ("prompt", "later_tokens", "first_token"),
     [
         ("Hello world", [" world"], "Hello"),
         ("Hello", ["Hello"], ""),  # the first token is not in the text
@@ -76,15 +76,18 @@ def test_a_prompt_token_without_bytes_does_not_shift_the_next_offsets():
         ("日y", ["", "\ufffd", "y"], ""),  # the second token has no text
     ],
 )
-def test_the_prompts_first_token_is_what_comes_before_the_second(text, rest, first):
-    facts = [
-        {str(n): {"logprob": -1.0, "rank": 1, "decoded_token": token}}
-        for n, token in enumerate(rest, 1)
+def test_the_prompts_first_token_is_what_comes_before_the_second(prompt, later_tokens, first_token):
+    # The engine reports no log probability, and therefore no text, for the first token.
+    prompt_logprobs = [None] + [
+        {str(token_id): {"logprob": -1.0, "rank": 1, "decoded_token": token}}
+        for token_id, token in enumerate(later_tokens, 1)
     ]
-    ids = list(range(len(rest) + 1))
-    part = CompletionLogprobs(echoed_prompt=text).add_prompt(ids, [None, *facts])
-    assert part["tokens"][0] == first
-    assert part["token_logprobs"] == [None, *[-1.0] * len(rest)]
+    token_ids = list(range(len(prompt_logprobs)))
+
+    logprobs = CompletionLogprobs(echoed_prompt=prompt).add_prompt(token_ids, prompt_logprobs)
+
+    assert logprobs["tokens"][0] == first_token
+    assert logprobs["token_logprobs"] == [None, *[-1.0] * len(later_tokens)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -14,6 +14,7 @@ response therefore still leaks about 100 bytes.
 
 import asyncio
 import collections
+import os
 import struct
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from tritonclient.grpc import service_pb2
 
 from nereid_client.errors import BackendError
 from nereid_client.grpc_connections import Connections
+from nereid_client.management_key import GRPC_HEADER, KEY_VARIABLE
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.middleware.tracing import current_traceparent
 
@@ -118,8 +120,10 @@ class TritonCalls:
 
     async def _control(self, method: str, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
         """Send a request about the model repository, and return the server's response."""
+        key = os.environ.get(KEY_VARIABLE)
+        metadata = ((GRPC_HEADER, key),) if key else None
         try:
-            return await self._call_method(method, request)
+            return await self._call_method(method, request, metadata=metadata)
         except grpc.RpcError as error:
             raise BackendError(error.code().name, error.details() or "no reason is known") from None
 
@@ -134,6 +138,7 @@ class TritonCalls:
         request: Any,  # noqa: ANN401 - a protobuf message
         client: str = _FRONTEND_ITSELF,
         timeout: float | None = None,
+        metadata: Sequence[tuple[str, str]] | None = None,
     ) -> Any:  # noqa: ANN401 - a protobuf message
         """Call a method of the Triton server, and return the response.
 
@@ -144,7 +149,7 @@ class TritonCalls:
             BackendError: the server cancelled the call.
         """
         connection = self._connections.start_call(client)
-        call = getattr(connection.stub, method)(request, timeout=timeout)
+        call = getattr(connection.stub, method)(request, timeout=timeout, metadata=metadata)
         reader = asyncio.ensure_future(_await(call))
         reader.add_done_callback(lambda _: self._connections.end_call(client))
         try:

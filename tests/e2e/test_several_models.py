@@ -7,11 +7,13 @@ import time
 import httpx
 import openai
 import pytest
+import tritonclient.grpc as grpcclient
 from e2e.scripted import DEMO, ROOT
 from fakes.live_frontend import wait_for
 from fakes.live_server import serve
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.triton
 
@@ -48,6 +50,9 @@ def server(tmp_path_factory, fork_server):
         folder,
         f"--config={folder / 'models.toml'}",
         f"--model-repository={ROOT / 'model_repository'}",
+        "--",
+        # This flag replaces the restriction of the HTTP endpoints, so that `states` needs no key.
+        "--http-restricted-api=shared-memory:key=secret",
         NEREID_ENGINE="scripted",
         NEREID_SCRIPT=str(script),
         XDG_STATE_HOME=str(folder / "state"),
@@ -72,6 +77,15 @@ def chat(client, model, text="hello", **fields):
 def states(server):
     url = f"http://127.0.0.1:{server.ports['http']}/v2/repository/index"
     return {model["name"]: model.get("state") for model in httpx.post(url).json()}
+
+
+def test_only_the_frontend_can_send_the_code_of_a_model(server):
+    config = {"name": "evil", "backend": "python"}
+    with (
+        grpcclient.InferenceServerClient(f"127.0.0.1:{server.ports['grpc']}") as triton,
+        pytest.raises(InferenceServerException, match="This protocol is restricted"),
+    ):
+        triton.load_model("evil", config=json.dumps(config), files={"file:1/model.py": b"0"})
 
 
 def test_requests_select_a_model_by_its_name_or_alias(client, server):

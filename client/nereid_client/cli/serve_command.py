@@ -19,9 +19,11 @@ from nereid_client.cli.serve_flags import (
 from nereid_client.cli.tritonserver_command import (
     find_repository,
     find_tritonserver,
+    restrict_management,
     server_command,
 )
 from nereid_client.console import CliError, complain
+from nereid_client.management_key import KEY_VARIABLE
 from nereid_client.settings import VARIABLES, Settings
 from nereid_client.several_models.model_variables import without_model_settings
 from nereid_client.several_models.models_file import adapter_names
@@ -97,6 +99,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         repository = folder
     if fork_server_address:
         environment[ADDRESS_VARIABLE] = fork_server_address
+    environment[KEY_VARIABLE] = secrets.token_urlsafe(16)
     server_environment = environment if several is None else without_model_settings(environment)
     # Two servers in containers can have the same process id and share /dev/shm. With the same
     # prefix, one server would delete the memory of the other one.
@@ -104,13 +107,13 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     openai_url = f"http://{_address_to_connect_to(settings.host)}:{settings.port}"
     http_url = f"http://{_address_to_connect_to(host)}:{args.http_port}"
     metrics_url = _metrics_url(args)
+    command = server_command(args, tritonserver, repository, shm_prefix, settings.log_level)
+    command += models.server_arguments
+    command += restrict_management(
+        environment[KEY_VARIABLE], command, frontend_loads_models=several is not None
+    )
     return ServePlan(
-        server=Program(
-            "tritonserver",
-            server_command(args, tritonserver, repository, shm_prefix, settings.log_level)
-            + list(models.server_arguments),
-            server_environment,
-        ),
+        server=Program("tritonserver", command, server_environment),
         frontend_program=Program(
             "the OpenAI frontend", [sys.executable, "-m", "nereid_client"], environment
         ),

@@ -3,11 +3,13 @@
 import argparse
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from nereid_client.cli.install_server_command import LAUNCHER_MARK, launcher_path
 from nereid_client.cli.libpython import find_libpython
 from nereid_client.console import CliError
+from nereid_client.management_key import HEADER
 from nereid_client.supervise import startup_checks
 from nereid_client.supervise.supervisor import SERVER_EXIT_TIMEOUT_S
 
@@ -45,6 +47,30 @@ def server_command(
     if log_level == "debug":
         command.append("--log-verbose=1")
     return command + list(args.tritonserver_args)
+
+
+def restrict_management(
+    key: str, arguments: Sequence[str], *, frontend_loads_models: bool
+) -> list[str]:
+    """Return the arguments that make the Triton server require a key at endpoints for management.
+
+    Args:
+        key: the key.
+        arguments: the other arguments of the server. If they restrict endpoints of HTTP or of gRPC,
+            no argument is returned for this protocol, because the server refuses two restrictions
+            of the same endpoint.
+        frontend_loads_models: whether the frontend loads and unloads models. The endpoints of the
+            model repository then need the key, too. Otherwise, the server refuses to load models,
+            unless the arguments of the user allow it.
+    """
+    endpoints = "shared-memory,trace,logging"
+    if frontend_loads_models:
+        endpoints += ",model-repository"
+    return [
+        f"{flag}={endpoints}:{HEADER}={key}"
+        for flag in ("--http-restricted-api", "--grpc-restricted-protocol")
+        if not any(argument.startswith(flag) for argument in arguments)
+    ]
 
 
 def find_tritonserver(given: Path | None) -> Path:

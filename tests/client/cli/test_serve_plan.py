@@ -158,6 +158,36 @@ def test_servers_with_the_same_process_id_have_different_shared_memory(plan):
     assert len(prefixes) == 2
 
 
+def restrictions(made):
+    """Return the restricted endpoints of each protocol, and check that they need the same key."""
+    flags = [argument for argument in made.server.command if "-restricted-" in argument]
+    key = made.frontend_program.environment["_NEREID_MANAGEMENT_KEY"]
+    assert all(flag.endswith(f":nereid-management-key={key}") for flag in flags)
+    return {flag.split("=")[0]: flag.split("=")[1].split(":")[0] for flag in flags}
+
+
+def test_a_key_protects_the_management_of_the_triton_server(plan):
+    [port] = free_ports(1)
+    endpoints = "shared-memory,trace,logging"
+    assert restrictions(plan(f"--openai-port={port}")) == {
+        "--http-restricted-api": endpoints,
+        "--grpc-restricted-protocol": endpoints,
+    }
+
+
+def test_a_key_protects_the_loading_of_models(plan_of_file):
+    made = plan_of_file('[a]\nmodel = "echo-model"\n')
+    endpoints = "shared-memory,trace,logging,model-repository"
+    assert set(restrictions(made).values()) == {endpoints}
+
+
+def test_own_restrictions_of_the_triton_server_are_not_repeated(plan):
+    [port] = free_ports(1)
+    own = "--http-restricted-api=trace:name=value"
+    command = plan(f"--openai-port={port}", "--", own).server.command
+    assert [flag for flag in command if flag.startswith("--http-restricted-api")] == [own]
+
+
 def test_the_variable_of_the_log_level_applies_to_both_programs(plan):
     [port] = free_ports(1)
     made = plan(f"--openai-port={port}", NEREID_LOG_LEVEL="debug")

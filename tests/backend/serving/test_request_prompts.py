@@ -142,6 +142,30 @@ def test_a_call_whose_arguments_the_model_wrote_wrongly_does_not_end_the_convers
     assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
+def test_results_of_tools_are_rendered_in_the_order_of_their_calls():
+    def results_of(result_ids, call_ids=("a", "b", "c")):
+        calls = [{"id": call_id, "function": {"name": "f"}} for call_id in call_ids]
+        results = [
+            {"role": "tool", "tool_call_id": result_id, "content": f"{number} of {result_id}"}
+            for number, result_id in enumerate(result_ids)
+        ]
+        messages = [{"role": "assistant", "tool_calls": calls}, *results]
+        return [message["content"] for message in read_messages({"messages": messages}, LIMITS)[1:]]
+
+    assert results_of("cab") == ["1 of a", "2 of b", "0 of c"]
+    assert results_of("ca") == ["1 of a", "0 of c"]
+    # The calls of these results are not known for certain.
+    assert results_of("bb") == ["0 of b", "1 of b"]
+    assert results_of("xa") == ["0 of x", "1 of a"]
+    assert results_of("ba", call_ids="aab") == ["0 of b", "1 of a"]
+
+
+def test_a_refusal_beside_the_content_is_the_text_of_the_message():
+    message = {"role": "assistant", "content": None, "refusal": "I can't help."}
+    (read,) = read_messages({"messages": [message]}, LIMITS)
+    assert read["content"] == "I can't help."
+
+
 def chat_request(text):
     return Request(chat_request=np.array([text.encode()], dtype=np.object_))
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the messages of a chat request, and converts the messages for the chat template."""
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -46,9 +47,48 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
         )
     if not messages:
         raise RequestError("messages: the list is empty. Send at least one message.")
-    return _with_names_of_functions(
-        _read_message(message, index, limits) for index, message in enumerate(messages)
-    )
+    converted = [_read_message(message, index, limits) for index, message in enumerate(messages)]
+    return _with_names_of_functions(_with_results_in_order(converted))
+
+
+def _with_results_in_order(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort the results of the tool calls of each message in the order of these calls.
+
+    In OpenAI's API, the results may have any order, because each result contains the id of its
+    call. Many chat templates do not render the ids, so the model assigns the results to the calls
+    by their order.
+
+    The results of a message are not sorted if an id is unknown or occurs twice, or if a result has
+    images, because the images of a request are stored in the order of its messages.
+
+    Example: after calls with the ids "a" and "b", the results of "b" and "a" are swapped.
+    """
+    ordered: list[dict[str, Any]] = []
+    for is_result, group in itertools.groupby(messages, lambda each: each["role"] == "tool"):
+        if is_result and ordered:
+            ordered += _in_order_of_calls(list(group), ordered[-1].get("tool_calls") or [])
+        else:
+            ordered += group
+    return ordered
+
+
+def _in_order_of_calls(
+    results: list[dict[str, Any]], calls: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the results in the order of `calls`, or unchanged if they cannot be sorted.
+
+    The docstring of `_with_results_in_order` explains which results cannot be sorted.
+    """
+    call_ids = [call.get("id") for call in calls]
+    result_ids = [result.get("tool_call_id") for result in results]
+    if not all(isinstance(each, str) for each in (*call_ids, *result_ids)):
+        return results
+    positions = {call_id: position for position, call_id in enumerate(call_ids)}
+    has_unique_ids = len(positions) == len(call_ids) and len({*result_ids}) == len(result_ids)
+    has_images = any(isinstance(result["content"], list) for result in results)
+    if not has_unique_ids or has_images or not positions.keys() >= {*result_ids}:
+        return results
+    return sorted(results, key=lambda result: positions[result["tool_call_id"]])
 
 
 def _with_names_of_functions(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,7 +131,10 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
     """
     _check_message(message, index)
     message = _with_thinking_as_reasoning(message, index)
-    converted = {**message, "content": _read_content(message.get("content"), index)}
+    content = message.get("content")
+    if content is None and isinstance(message.get("refusal"), str):
+        content = message["refusal"]  # OpenAI's models write a refusal instead of the content
+    converted = {**message, "content": _read_content(content, index)}
     calls = message.get("tool_calls")
     if not calls and message.get("function_call") is not None:
         # In OpenAI's older API, this field contains the only call of a message.

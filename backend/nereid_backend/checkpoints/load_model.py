@@ -211,8 +211,10 @@ def _from_pretrained(
         attention = arguments["attn_implementation"]
         raise _loading_error(error, folder, config, attention) from error
     unused = sorted(report["unexpected_keys"])
-    _check_missing_weights(folder, sorted(report["missing_keys"]), unused)
+    # Quantised tensors without quantization_config cause both errors, and only the error about the
+    # unused tensors names the cause.
     check_unused_weights(folder, unused)
+    _check_missing_weights(folder, sorted(report["missing_keys"]), unused)
     return model
 
 
@@ -337,14 +339,25 @@ def check_unused_weights(folder: Path, names: list[str]) -> None:
                 "safetensors files."
             )
         return
+    if problem := _describe_quantised(folder, names):
+        raise UnsupportedModelError(problem)
+
+
+def _describe_quantised(folder: Path, names: Iterable[str]) -> str | None:
+    """Return a message about quantised weights in a checkpoint without quantization_config.
+
+    `names` contains the names of tensors in `folder`. The result is None if no name belongs to a
+    quantised weight.
+    """
     quantised = [name for name in names if name.endswith(QUANTISED_SUFFIXES)]
-    if quantised:
-        raise UnsupportedModelError(
-            f"{folder} contains {len(quantised)} tensors of quantised weights, such as "
-            f"{quantised[0]}, but its config.json has no quantization_config that describes them, "
-            "so the weights would be wrong. Use a checkpoint whose config.json has this field, or "
-            "one that is not quantised."
-        )
+    if not quantised:
+        return None
+    return (
+        f"{folder} contains {len(quantised)} tensors of quantised weights, such as "
+        f"{quantised[0]}, but its config.json has no quantization_config that describes them, so "
+        "the weights would be wrong. Use a checkpoint whose config.json has this field, or one "
+        "that is not quantised."
+    )
 
 
 def describe_wrong_shape(
@@ -373,8 +386,11 @@ def describe_wrong_shape(
     is_gguf = (folder / GGUF_LINK).is_file()
     if is_gguf or quantisation_settings(config) is not None:
         return None
+    tensors = open_tensors(folder, for_reading=False)
+    if problem := _describe_quantised(folder, sorted(tensors)):
+        return problem
     needed_shapes = _shapes_of_weights(loading_class, config)
-    for name, tensor in open_tensors(folder, for_reading=False).items():
+    for name, tensor in tensors.items():
         needed_shape = needed_shapes.get(name)
         if needed_shape is not None and tensor.shape != needed_shape:
             return (

@@ -336,6 +336,23 @@ def test_quantised_weights_without_quantization_config_are_refused(tmp_path):
         load(folder)
 
 
+def test_the_error_about_a_missing_quantization_config_precedes_the_missing_weights(tmp_path):
+    _, folder = writers.write_pair("llama", tmp_path, *writers.awq())
+    set_settings(folder, None)
+    with pytest.raises(UnsupportedModelError, match=r"qweight.* no quantization_config"):
+        load(folder)
+
+
+def test_packed_weights_without_quantization_config_are_not_called_damaged(tmp_path):
+    _, folder = writers.write_pair("llama", tmp_path, *writers.fp8(block=None))
+    set_settings(folder, None)
+    # NVIDIA's Model Optimizer packs two 4-bit numbers into a byte, so the matrix becomes narrower.
+    packed = torch.zeros(96, 32, dtype=torch.uint8)
+    change_tensors(folder, lambda tensors: tensors.update({f"{LAYER}.weight": packed}))
+    with pytest.raises(ModelError, match=r"weight_scale.* no quantization_config"):
+        load(folder)
+
+
 def change_tensors(folder, change):
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -2,7 +2,11 @@ import json
 
 import pytest
 from nereid_backend import ModelError, RequestError, SamplingParams
-from nereid_backend.serving.tokenizer.read_sampling import read_generation_defaults, read_sampling
+from nereid_backend.serving.tokenizer.read_sampling import (
+    ignored_defaults,
+    read_generation_defaults,
+    read_sampling,
+)
 from nereid_backend.serving.tokenizer.request_fields import refuse_unknown
 
 
@@ -205,6 +209,16 @@ def test_do_sample_false_means_greedy_and_a_missing_value_does_not(tmp_path):
     assert read_generation_defaults(tmp_path) == {"repetition_penalty": 1.1, "max_tokens": 9}
     path.write_text(json.dumps({"top_p": 0.9}))
     assert read_generation_defaults(tmp_path) == {"top_p": 0.9}
+
+
+def test_defaults_of_the_checkpoint_without_an_effect_are_named(tmp_path):
+    assert ignored_defaults(tmp_path) == []
+    config = {"top_p": 0.9, "num_beams": 1, "typical_p": 1.0, "min_length": 0, "stop_strings": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert ignored_defaults(tmp_path) == []
+    config |= {"num_beams": 4, "suppress_tokens": [7]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert ignored_defaults(tmp_path) == ["num_beams", "suppress_tokens"]
 
 
 @pytest.mark.parametrize(

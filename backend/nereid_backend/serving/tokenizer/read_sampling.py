@@ -26,6 +26,29 @@ Encode = Callable[[str], list[int]]
 
 # The sampling parameters that have the same name in generation_config.json and in a request.
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Fields of generation_config.json that change the output of transformers, but not the output of
+# Nereid. A field maps to the number with which it has no effect, or to None.
+_IGNORED: dict[str, float | None] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "typical_p": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +121,21 @@ def _read_defaults(path: Path) -> dict[str, Any]:
     if config.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
+
+
+def ignored_defaults(model: Path) -> list[str]:
+    """Return the names of fields of generation_config.json that change nothing in Nereid.
+
+    Example: `{"top_p": 0.9, "num_beams": 4, "no_repeat_ngram_size": 0}` returns `["num_beams"]`.
+    `read_generation_defaults` must have read the file before.
+    """
+    path = model / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return [
+        name
+        for name, neutral in _IGNORED.items()
+        if config.get(name) not in (None, neutral, [], {})
+    ]
 
 
 def read_sampling(

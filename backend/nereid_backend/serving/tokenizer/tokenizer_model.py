@@ -27,7 +27,11 @@ from nereid_backend.serving.tokenizer.image_prompts import (
 )
 from nereid_backend.serving.tokenizer.prompt_builder import Prompt, PromptBuilder, load_tokenizer
 from nereid_backend.serving.tokenizer.read_request import json_object, sampling_fields
-from nereid_backend.serving.tokenizer.read_sampling import read_generation_defaults, read_sampling
+from nereid_backend.serving.tokenizer.read_sampling import (
+    ignored_defaults,
+    read_generation_defaults,
+    read_sampling,
+)
 from nereid_backend.serving.tokenizer.request_grammar import build_chat_grammar, build_text_grammar
 from nereid_backend.serving.tokenizer.request_limits import length_limit
 from nereid_backend.serving.tokenizer.request_prompts import RequestPrompts, read_input_ids
@@ -98,6 +102,10 @@ class TokenizerModel:
         # Do not log the chosen format, because the postprocessor chooses and logs the same format.
         self._format = choose_format(settings, report=lambda _: None)
         self._defaults = read_generation_defaults(Path(settings.model))
+        if ignored := ignored_defaults(Path(settings.model)):
+            triton_api.progress(
+                f"generation_config.json: these fields have no effect: {', '.join(ignored)}"
+            )
 
     def execute(self, requests: list[Any]) -> None:
         """Queue the requests. The workers send one response for each request."""

@@ -481,38 +481,44 @@ def save(
             file.replace(folder / file.name)
 
 
-def add_recipe_flags(parser: argparse.ArgumentParser, defaults: Any) -> None:  # noqa: ANN401
-    """Add a flag for each field of a recipe. `defaults` is the recipe with the default values."""
-    for name, value in asdict(defaults).items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
+def make_parser(
+    description: str | None, output: Path, work: Path, recipe: dict[str, int | float]
+) -> argparse.ArgumentParser:
+    """Return a parser with a flag for each field of a recipe, and flags for the folders of a run.
 
-
-def main() -> None:
-    """Parse the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    `output`, `work` and the values of `recipe` are the default values.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--output", type=Path, default=FOLDER, help="folder to write (default: %(default)s)"
+        "--output", type=Path, default=output, help="folder to write (default: %(default)s)"
     )
     parser.add_argument(
         "--work",
         type=Path,
-        default=WORK,
+        default=work,
         help="folder of an unfinished run, which is continued (default: %(default)s)",
     )
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="FOLDER",
+        help="a checkpoint that the training improves (default: random weights)",
+    )
+    for name, value in recipe.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
+    return parser
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    parser = make_parser(__doc__, FOLDER, WORK, asdict(Recipe()))
     parser.add_argument(
         "--minutes",
         type=float,
         default=0,
         help="stop after this time; the same command continues the run (default: no limit)",
     )
-    parser.add_argument(
-        "--start-from",
-        type=Path,
-        help="a checkpoint whose tokenizer and weights the training starts with "
-        "(default: a new tokenizer and random weights)",
-    )
-    add_recipe_flags(parser, Recipe())
     arguments = vars(parser.parse_args())
     output, work, minutes, start_from = (
         arguments.pop(name) for name in ("output", "work", "minutes", "start_from")

@@ -1,8 +1,10 @@
-"""Train the demo model for drawings. The training depends only on a seed."""
+"""Train the demo model for drawings. The training depends only on a seed.
+
+A training that starts from a checkpoint trains only the language model.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -31,10 +33,10 @@ from torch.nn import functional as F
 from train import (
     NO_TARGET,
     Optimizer,
-    add_recipe_flags,
     attention_mask,
     generation_config,
     make_batch,
+    make_parser,
     plain_attention,
     read_record,
     single_threaded_workers,
@@ -414,21 +416,7 @@ class Trainer:
 
 def main() -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=FOLDER, help="default: %(default)s")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=WORK,
-        help="folder of an unfinished training, which is continued (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--start-from",
-        type=Path,
-        metavar="FOLDER",
-        help="a checkpoint to improve, of which only the language model is trained",
-    )
-    add_recipe_flags(parser, Recipe())
+    parser = make_parser(__doc__, FOLDER, WORK, asdict(Recipe()))
     arguments = vars(parser.parse_args())
     output, work, start_from = (arguments.pop(name) for name in ("output", "work", "start_from"))
     transformers.utils.logging.disable_progress_bar()

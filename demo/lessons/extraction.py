@@ -12,10 +12,6 @@ from .base import Candidate, Exchange, lesson, listing, plain
 _DOMAINS = ("example.com", "mail.org", "post.net", "example.org")
 _JOBS = ("baker", "nurse", "pilot", "lawyer", "driver", "painter", "engineer", "cook", "farmer",
          "clerk", "plumber", "dentist", "teacher", "writer", "singer", "builder")  # fmt: skip
-_MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September",
-    "October", "November", "December",
-)  # fmt: skip
 
 # The sentences about a person, an order or an event mention different fields in different orders.
 _PERSON = (
@@ -65,7 +61,7 @@ def _values(rng: Random) -> dict[str, Any]:
         "city": words.city(rng),
         "job": rng.choice(_JOBS),
         "email": f"{name.split()[0].lower()}@{rng.choice(_DOMAINS)}",
-        "date": f"{rng.randint(1, 28)} {rng.choice(_MONTHS)}",
+        "date": f"{rng.randint(1, 28)} {rng.choice(words.MONTHS)}",
         "time": words.clock(rng),
         "quantity": rng.randint(2, 90),
         "item": words.phrase(rng),

@@ -13,16 +13,9 @@ from typing import Any, NamedTuple
 
 from . import tool_values, words
 from .base import is_held_out, listing
-from .tool_family import (
-    DONE,
-    Family,
-    Filled,
-    Parameter,
-    ToolResult,
-    one_of,
-    sentence,
-)
+from .tool_family import DONE, Family, Filled, Parameter, ToolResult, sentence
 from .tool_values import lower_word
+from .words import one_of
 
 _OBJECTS = words.split(
     "account address album answer appointment archive article atlas auction badge balance band "

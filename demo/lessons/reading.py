@@ -54,10 +54,8 @@ def _text_about_place(rng: Random) -> _Text:
 def _text_about_person(rng: Random, *, is_known: bool, asks_for_person: bool) -> _Text:
     """Draw passages about people, and a question about one of them.
 
-    Args:
-        rng: The source of randomness.
-        is_known: Whether the question is about a person of the fixed world.
-        asks_for_person: Whether the question is for the person, such as `Who lives in Rome?`.
+    If `is_known` is true, that person lives in the fixed world. If `asks_for_person` is true, the
+    question is one such as `Who lives in Rome?`.
     """
     person = _new_person(rng)
     if is_known:

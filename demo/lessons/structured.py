@@ -17,14 +17,10 @@ from typing import Any, NamedTuple
 from . import arithmetic, extraction, knowledge, words
 from .base import Candidate, Exchange, Message, lesson, listing, vary, with_article
 from .small_talk import fill_unknown
+from .words import pick
 
 Maker = Callable[[Random], Any]
 """A function that draws the value of a key."""
-
-
-def _pick(text: str) -> Maker:
-    options = words.split(text)
-    return lambda rng: rng.choice(options)
 
 
 def _person_name(rng: Random) -> str:
@@ -36,11 +32,11 @@ def _real_city(rng: Random) -> str:
     return rng.choice(words.CITIES)
 
 
-_JOB = _pick("baker teacher doctor pilot farmer painter cook nurse lawyer engineer writer singer")
-_HOBBY = _pick("chess painting singing reading dancing running climbing sailing cooking music")
-_COUNTRY = _pick("France Germany Italy Spain Japan Brazil Canada India Kenya Norway Poland Mexico")
-_COLOUR = _pick("red blue green yellow orange purple black white brown grey")
-_SENTENCE = _pick(
+_JOB = pick("baker teacher doctor pilot farmer painter cook nurse lawyer engineer writer singer")
+_HOBBY = pick("chess painting singing reading dancing running climbing sailing cooking music")
+_COUNTRY = pick("France Germany Italy Spain Japan Brazil Canada India Kenya Norway Poland Mexico")
+_COLOUR = pick("red blue green yellow orange purple black white brown grey")
+_SENTENCE = pick(
     "A friendly person who likes music.|Always ready to help.|Lives near the sea and likes tea.|"
     "A quiet place with a long history.|Small, light and easy to use.|It is warm and sunny.|"
     "Everyone likes it.|This is a short text."
@@ -62,8 +58,8 @@ _PEOPLE_KEYS: dict[str, Maker] = {
     "hobby": _HOBBY,
     "hobbies": lambda rng: [_HOBBY(rng), "reading"],
     "email": lambda rng: f"{rng.choice(words.FIRST_NAMES).lower()}@example.com",
-    "gender": _pick("female male"),
-    "nationality": _pick("French German Italian Spanish Polish"),
+    "gender": pick("female male"),
+    "nationality": pick("French German Italian Spanish Polish"),
     "height": lambda rng: rng.randint(150, 200),
     "is_student": lambda rng: rng.random() < 0.5,
     "active": lambda rng: rng.random() < 0.5,
@@ -76,7 +72,7 @@ _PEOPLE_KEYS: dict[str, Maker] = {
     "description": _SENTENCE,
     "bio": _SENTENCE,
     "skills": lambda rng: [_HOBBY(rng), _HOBBY(rng)],
-    "pet": _pick("cat dog rabbit parrot hamster"),
+    "pet": pick("cat dog rabbit parrot hamster"),
     "married": lambda rng: rng.random() < 0.5,
 }
 
@@ -105,7 +101,7 @@ _THINGS: dict[str, dict[str, Maker]] = {
         "title": _title,
         "author": _person_name,
         "year": lambda rng: rng.randint(1900, 2024),
-        "genre": _pick("novel poetry history comedy drama fantasy"),
+        "genre": pick("novel poetry history comedy drama fantasy"),
         "pages": lambda rng: rng.randint(80, 600),
         "name": _title,
     },
@@ -113,7 +109,7 @@ _THINGS: dict[str, dict[str, Maker]] = {
         "title": _title,
         "year": lambda rng: rng.randint(1930, 2024),
         "director": _person_name,
-        "genre": _pick("comedy drama fantasy adventure history"),
+        "genre": pick("comedy drama fantasy adventure history"),
         "rating": lambda rng: rng.randint(1, 10),
         "name": _title,
     },
@@ -122,31 +118,31 @@ _THINGS: dict[str, dict[str, Maker]] = {
         "price": lambda rng: rng.randint(2, 500),
         "in_stock": lambda rng: rng.random() < 0.7,
         "colour": _COLOUR,
-        "category": _pick("kitchen garden clothes music toys books"),
+        "category": pick("kitchen garden clothes music toys books"),
         "description": _SENTENCE,
         "quantity": lambda rng: rng.randint(1, 50),
     },
     "animal": {
         "name": lambda rng: rng.choice(words.FIRST_NAMES),
-        "animal": _pick("cat dog horse rabbit fox owl"),
-        "species": _pick("cat dog horse rabbit fox owl"),
+        "animal": pick("cat dog horse rabbit fox owl"),
+        "species": pick("cat dog horse rabbit fox owl"),
         "legs": lambda rng: rng.choice((2, 4)),
         "age": lambda rng: rng.randint(1, 15),
         "colour": _COLOUR,
-        "sound": _pick("Meow Woof Moo Neigh Hoot"),
+        "sound": pick("Meow Woof Moo Neigh Hoot"),
     },
     "recipe": {
-        "name": _pick("Tomato soup|Apple pie|Rice salad|Onion tart|Pancakes"),
-        "title": _pick("Tomato soup|Apple pie|Rice salad|Onion tart|Pancakes"),
+        "name": pick("Tomato soup|Apple pie|Rice salad|Onion tart|Pancakes"),
+        "title": pick("Tomato soup|Apple pie|Rice salad|Onion tart|Pancakes"),
         "ingredients": _food,
         "minutes": lambda rng: rng.randint(10, 90),
         "servings": lambda rng: rng.randint(1, 8),
         "steps": lambda _: ["Mix everything.", "Cook it.", "Serve it."],
-        "difficulty": _pick("easy medium hard"),
+        "difficulty": pick("easy medium hard"),
     },
     "event": {
-        "title": _pick("Team meeting|Birthday party|Concert|Dinner|Book club"),
-        "name": _pick("Team meeting|Birthday party|Concert|Dinner|Book club"),
+        "title": pick("Team meeting|Birthday party|Concert|Dinner|Book club"),
+        "name": pick("Team meeting|Birthday party|Concert|Dinner|Book club"),
         "date": lambda rng: f"2025-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}",
         "time": words.clock,
         "location": _real_city,
@@ -158,7 +154,7 @@ _THINGS: dict[str, dict[str, Maker]] = {
         "city": _real_city,
         "employees": lambda rng: words.number(rng, 4),
         "founded": lambda rng: rng.randint(1900, 2020),
-        "industry": _pick("food music books travel health energy"),
+        "industry": pick("food music books travel health energy"),
         "ceo": _person_name,
     },
 }

@@ -123,17 +123,6 @@ def fill(**makers: Callable[[Random], Any]) -> Fill:
     return lambda rng: Filled({slot: make(rng) for slot, make in makers.items()}, written={})
 
 
-def one_of(*makers: Callable[[Random], Any]) -> Callable[[Random], Any]:
-    """Make a function that calls one of these functions, which is drawn each time."""
-    return lambda rng: rng.choice(makers)(rng)
-
-
-def pick(options: str) -> Callable[[Random], str]:
-    """Make a function that draws one of the options, which bars or blanks separate."""
-    texts = words.split(options)
-    return lambda rng: rng.choice(texts)
-
-
 CITY = parameter(
     "city",
     "city location place city_name town",

@@ -93,10 +93,7 @@ def _object_schema(rng: Random, parameters: list[Parameter], keys: dict[str, str
 def make_tool(rng: Random, family: Family, held_out: bool = False) -> Tool:
     """Offer a tool of a family under one of its names, with some of the optional parameters.
 
-    Args:
-        rng: The source of randomness.
-        family: The family.
-        held_out: Whether to use the names and keys that training never shows.
+    If `held_out` is true, the name and the keys are those that training never shows.
     """
     name = variant(rng, family.names, held_out)
     parameters = [p for p in family.parameters if p.required or rng.random() < 0.5]
@@ -131,7 +128,7 @@ def offer(rng: Random, unseen: bool = False, new_names: bool = False) -> list[To
     """Offer one to four tools of different topics.
 
     Args:
-        rng: The source of randomness.
+        rng: Draws the tools.
         unseen: Whether to offer the tools that training never shows.
         new_names: Whether to offer known tools under names and keys that training never shows.
     """
@@ -325,7 +322,7 @@ def tool_exchange(
     """Draw a message that needs one or two calls. The user's words decide what is held out.
 
     Args:
-        rng: The source of randomness.
+        rng: Draws the calls and their results.
         tools: The tools on offer.
         held_out: Whether the exchange is for the evaluation.
         skill: The skill of an exchange without results.

@@ -50,13 +50,14 @@ def date(rng: Random) -> str:
     if chance < 0.35:
         return f"20{rng.randint(23, 27)}-{rng.randint(1, 12):02d}-{day:02d}"
     if chance < 0.6:
-        return f"{day} {rng.choice(_MONTHS)}" if chance < 0.5 else f"{rng.choice(_MONTHS)} {day}"
+        return (
+            f"{day} {rng.choice(words.MONTHS)}"
+            if chance < 0.5
+            else f"{rng.choice(words.MONTHS)} {day}"
+        )
     return rng.choice(_WEEKDAYS)
 
 
-_MONTHS = words.split(
-    "January February March April May June July August September October November December"
-)
 _WEEKDAYS = words.split("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 

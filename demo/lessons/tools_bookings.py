@@ -6,7 +6,8 @@ from random import Random
 
 from . import tool_values, words
 from .base import listing
-from .tool_family import CITY, Filled, done, family, fill, one_of, parameter, pick, returns
+from .tool_family import CITY, Filled, done, family, fill, parameter, returns
+from .words import one_of, pick
 
 _fill_journey = fill(
     start=words.city,

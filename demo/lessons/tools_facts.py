@@ -5,18 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from . import tool_values, words
-from .tool_family import (
-    CITY,
-    Family,
-    Filled,
-    ToolResult,
-    Values,
-    family,
-    fill,
-    one_of,
-    parameter,
-    returns,
-)
+from .tool_family import CITY, Family, Filled, ToolResult, Values, family, fill, parameter, returns
+from .words import one_of
 
 _SKIES = words.split("sunny cloudy rainy windy clear snowy foggy")
 ZONES = {

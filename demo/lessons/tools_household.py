@@ -7,19 +7,8 @@ from random import Random
 from . import tool_values, words
 from .base import listing
 from .knowledge import CAPITALS
-from .tool_family import (
-    DONE,
-    Filled,
-    ToolResult,
-    Values,
-    done,
-    family,
-    fill,
-    one_of,
-    parameter,
-    pick,
-    returns,
-)
+from .tool_family import DONE, Filled, ToolResult, Values, done, family, fill, parameter, returns
+from .words import one_of, pick
 
 _ROOM = pick("kitchen|bedroom|bathroom|hall|office|garden|garage|living room")
 

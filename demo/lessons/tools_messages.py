@@ -5,7 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from . import tool_values, words
-from .tool_family import Filled, done, family, fill, one_of, parameter, pick, returns
+from .tool_family import Filled, done, family, fill, parameter, returns
+from .words import one_of, pick
 
 CURRENCIES = {
     "EUR": "euros",

@@ -6,7 +6,8 @@ from random import Random
 
 from . import tool_values, words
 from .base import listing
-from .tool_family import Filled, done, family, fill, parameter, pick, returns
+from .tool_family import Filled, done, family, fill, parameter, returns
+from .words import pick
 
 
 def _fill_door(rng: Random) -> Filled:

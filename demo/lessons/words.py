@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 
 def split(text: str) -> tuple[str, ...]:
     """Split a text at its bars if it has any, otherwise at blanks."""
     return tuple(text.strip("| ").split("|" if "|" in text else None))
+
+
+def pick(options: str) -> Callable[[Random], str]:
+    """Make a function that draws one of the options, which bars or blanks separate."""
+    texts = split(options)
+    return lambda rng: rng.choice(texts)
+
+
+def one_of(*makers: Callable[[Random], Any]) -> Callable[[Random], Any]:
+    """Make a function that calls one of these functions, which is drawn each time."""
+    return lambda rng: rng.choice(makers)(rng)
 
 
 FIRST_NAMES = split(
@@ -47,6 +60,9 @@ NOUNS = split(
 ADJECTIVES = split(
     "red blue green black white old new small large cheap quiet bright warm cold fresh sweet "
     "fast slow heavy light round wooden simple strange famous local modern ancient free sharp"
+)
+MONTHS = split(
+    "January February March April May June July August September October November December"
 )
 _STARTS = split("b c d f g h j k l m n p r s t v w z br cl dr fl gr kr pl pr st tr sh th ch")
 _VOWELS = split("a e i o u a e i o u ai ea io ou ")

@@ -49,6 +49,8 @@ _SLOW_BFLOAT16 = (
 )
 # One of these fields of config.json contains the number of layers, depending on the architecture.
 _LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# The fields in which a multimodal or encoder-decoder model describes its decoder.
+_NESTED_CONFIGS = ("text_config", "decoder", "generator")
 # A model whose layers share their weights has at most this number of layers.
 _MAX_SHARED_LAYERS = 1000
 _DTYPES = {
@@ -261,6 +263,13 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
             f"{_describe_newer_version(folder)}"
         ) from error
     check_architectures(folder, config)
+    for field in _NESTED_CONFIGS:
+        # transformers leaves an object unchanged if models of this type have no nested config.
+        if isinstance(getattr(config, field, None), dict):
+            raise UnsupportedModelError(
+                f"{folder}/config.json: a model of the type {config.model_type} must not have the "
+                f"field {field}. Move the field's values to the top level, or correct model_type."
+            )
     return config
 
 

@@ -101,6 +101,7 @@ def test_a_config_with_wrong_types_is_refused(change, copy):
         ({"architectures": [5]}, r"architectures must be a list of class names, but it is \[5\]"),
         ({"head_dim": "16"}, r"Validation error for field 'head_dim': TypeError: .*'16'"),
         ({"hidden_act": "foo"}, "the value 'foo' is unknown"),
+        ({"text_config": {}}, "of the type llama must not have the field text_config"),
         ({"dtype": "bf16"}, r"config\.json: dtype must be a data type .* but it is 'bf16'"),
         ({"torch_dtype": "Tensor"}, r"config\.json: torch_dtype must be a data type of torch"),
         (

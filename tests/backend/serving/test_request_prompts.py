@@ -160,6 +160,26 @@ def test_results_of_tools_are_rendered_in_the_order_of_their_calls():
     assert results_of("ba", call_ids="aab") == ["0 of b", "1 of a"]
 
 
+def test_calls_without_an_id_or_a_type_get_what_chat_templates_read():
+    calls = [{"function": {"name": "f"}}, {"function": {"name": "g"}, "id": None, "type": None}]
+    results = [{"role": "tool", "content": text} for text in ("1", "2", "3")]
+    messages = [{"role": "assistant", "tool_calls": calls}, *results]
+    assistant, *read = read_messages({"messages": messages}, LIMITS)
+    assert [(call["id"], call["type"]) for call in assistant["tool_calls"]] == [
+        ("call_0_0", "function"),
+        ("call_0_1", "function"),
+    ]
+    assert [result.get("tool_call_id") for result in read] == ["call_0_0", "call_0_1", None]
+    assert [result["name"] for result in read[:2]] == ["f", "g"]
+
+
+def test_an_empty_list_of_tool_calls_is_left_out():
+    message = {"role": "assistant", "content": "Hi", "tool_calls": []}
+    assert read_messages({"messages": [message]}, LIMITS) == [
+        {"role": "assistant", "content": "Hi"}
+    ]
+
+
 def test_a_refusal_beside_the_content_is_the_text_of_the_message():
     message = {"role": "assistant", "content": None, "refusal": "I can't help."}
     (read,) = read_messages({"messages": [message]}, LIMITS)

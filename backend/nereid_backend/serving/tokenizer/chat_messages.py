@@ -48,7 +48,33 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
     if not messages:
         raise RequestError("messages: the list is empty. Send at least one message.")
     converted = [_read_message(message, index, limits) for index, message in enumerate(messages)]
-    return _with_names_of_functions(_with_results_in_order(converted))
+    return _with_names_of_functions(_with_results_in_order(_with_ids_of_calls(converted)))
+
+
+def _with_ids_of_calls(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add an id to each tool call that has none, and to the result of such a call.
+
+    Some chat templates fail without ids, but OpenAI's older field function_call and clients of
+    other servers have none. A result without an id belongs to the first call without a result.
+
+    Example: a call without an id in the second message, and the next result, get "call_1_0".
+    """
+    unanswered: list[str] = []  # the new ids of the last message with calls, in reverse order
+    completed = []
+    for index, message in enumerate(messages):
+        if message.get("tool_calls"):
+            new_ids = [f"call_{index}_{at}" for at, _ in enumerate(message["tool_calls"])]
+            calls = [
+                call if call.get("id") else {**call, "id": new_id}
+                for call, new_id in zip(message["tool_calls"], new_ids, strict=True)
+            ]
+            unanswered = [call["id"] for call in reversed(calls) if call["id"] in new_ids]
+            message = {**message, "tool_calls": calls}
+        is_result = message["role"] in ("tool", "function")
+        if is_result and not message.get("tool_call_id") and unanswered:
+            message = {**message, "tool_call_id": unanswered.pop()}
+        completed.append(message)
+    return completed
 
 
 def _with_results_in_order(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,6 +172,9 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
                 f"{shown(calls)}."
             )
         converted["tool_calls"] = [_read_tool_call(call, index, limits) for call in calls]
+    else:
+        # Some chat templates fail if the list of tool calls is empty.
+        converted.pop("tool_calls", None)
     return converted
 
 
@@ -277,7 +306,8 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
     """Convert a tool call of a chat message, so that the arguments of the call are an object.
 
     In the API, the arguments are JSON text, but chat templates expect an object. Example: the
-    arguments `'{"city": "Oslo"}'` become `{"city": "Oslo"}`.
+    arguments `'{"city": "Oslo"}'` become `{"city": "Oslo"}`. A call without a type gets the type
+    "function", because some chat templates read the type.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -288,7 +318,8 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = _parse_arguments(arguments, index, limits)
-    return {**call, "function": {**function, "arguments": arguments}}
+    call_type = call.get("type") or "function"
+    return {**call, "type": call_type, "function": {**function, "arguments": arguments}}
 
 
 def _parse_arguments(text: str, index: int, limits: RequestLimits) -> dict[str, Any]:

@@ -124,9 +124,10 @@ class Request:
 
 
 def _install():
+    """Make `import triton_python_backend_utils` import the fake."""
     api = types.ModuleType("triton_python_backend_utils")
     api.Tensor, api.InferenceResponse, api.TritonError = Tensor, InferenceResponse, TritonError
-    api.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+    api.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # the flag that `Request.send` reads
     api.TritonModelException = RuntimeError
     api.MetricFamily = MetricFamily
     api.get_input_tensor_by_name = lambda request, name: request.inputs.get(name)

@@ -16,6 +16,8 @@ from nereid_backend.serving.postprocessor.postprocessor_model import Postprocess
 from nereid_backend.serving.tokenizer.tokenizer_model import TokenizerModel
 from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_params
 
+_REQUEST_ID = "1"
+
 
 class Pipeline:
     """The Triton models of one checkpoint: tokenizer, executor and postprocessor.
@@ -27,12 +29,15 @@ class Pipeline:
         path = folder / "script.json"
         path.write_text(json.dumps(script))
         monkeypatch.setenv(SCRIPT_VARIABLE, str(path))
-        values = {"model": str(model), "engine": "scripted", **settings}
-        config = {"parameters": {n: {"string_value": v} for n, v in values.items()}}
-        args = {"model_config": json.dumps(config), "model_repository": str(folder / "llm")}
+        parameters = {"model": str(model), "engine": "scripted", **settings}
+        config = {
+            "parameters": {name: {"string_value": value} for name, value in parameters.items()}
+        }
+        # Triton server passes these arguments to the method `initialize` of each Python model.
+        triton_args = {"model_config": json.dumps(config), "model_repository": str(folder / "llm")}
         self.tokenizer, self.postprocessor = TokenizerModel(), PostprocessorModel()
-        self.tokenizer.initialize(args)
-        self.postprocessor.initialize(args)
+        self.tokenizer.initialize(triton_args)
+        self.postprocessor.initialize(triton_args)
         self.engine = ScriptedEngine(EngineConfig(model=str(model)), lambda _: None)
         self.feedback = FeedbackReader(64)
         self.params = None
@@ -47,32 +52,43 @@ class Pipeline:
             EngineError: if the response is another error.
         """
         reply = self.tokenizer.respond(Request(**inputs))
-        given = _outputs(reply)
-        envelope = RequestEnvelope.unpack(given[tensor_names.ENVELOPE])
+        tokenizer_outputs = _outputs(reply)
+        envelope = RequestEnvelope.unpack(tokenizer_outputs[tensor_names.ENVELOPE])
         self.params = unpack_params(envelope.params)
         slots = self.feedback.acquire(envelope.n)
-        opening = Opening(envelope.context, slots)
-        sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
-        stream = Stream("1", None, next(self._serials), sequences, opening, 0.0)
-        self.engine.add_request("1", given[tensor_names.PROMPT_TOKEN_IDS].tolist(), self.params)
+        stream = Stream(
+            request_id=_REQUEST_ID,
+            sender=None,
+            serial=next(self._serials),
+            sequences=[Sequence(index, slot) for index, slot in enumerate(slots)],
+            opening=Opening(envelope.context, slots),
+            last_sent=0.0,
+        )
+        prompt = tokenizer_outputs[tensor_names.PROMPT_TOKEN_IDS].tolist()
+        self.engine.add_request(_REQUEST_ID, prompt, self.params)
+
         replies = []
         while not stream.has_ended:
             for update in self.engine.step():
                 if update.error:
                     raise (RequestError if update.is_refused else EngineError)(update.error)
                 stream.add(update)
-            replies += self._step(stream)
+            replies += self._postprocess(stream)
             self.num_steps += 1
         self.feedback.release(slots)
         return replies
 
-    def _step(self, stream):
-        message = self.feedback.sign(stream.take_step(0.0).pack())
+    def _postprocess(self, stream):
+        """Send the new tokens of a stream to the postprocessor, and return its responses.
+
+        Abort each sequence in which the postprocessor found a stop string.
+        """
+        message = self.feedback.sign(stream.take_step(now=0.0).pack())
         request = Request(**{tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
         self.postprocessor.execute([request])
         for sequence in stream.sequences:
             if self.feedback.signal(sequence.slot, stream.serial) is Signal.STOP_STRING:
-                self.engine.abort("1", sequence.index)
+                self.engine.abort(_REQUEST_ID, sequence.index)
         if request.error is not None:
             raise EngineError(request.error)
         return [_texts(outputs) for outputs in request.replies]
@@ -98,9 +114,10 @@ def completion(text, *, stream=True, returns=(), **fields):
 
 
 def _outputs(reply):
+    """Return the output tensors of a response by name, or raise the error of the response."""
     if reply.error is not None:
-        kinds = {TritonError.INVALID_ARG: RequestError}
-        raise kinds.get(reply.error.code, EngineError)(reply.error.text)
+        is_clients_fault = reply.error.code == TritonError.INVALID_ARG
+        raise (RequestError if is_clients_fault else EngineError)(reply.error.text)
     return {tensor.name: tensor.as_numpy() for tensor in reply.tensors}
 
 

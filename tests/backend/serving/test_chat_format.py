@@ -25,14 +25,14 @@ def model(tmp_path, monkeypatch):
 @pytest.fixture
 def analyses(monkeypatch):
     """A list that collects the arguments of each analysis of a chat template."""
-    calls, analyse = [], chat_format._derive_without_cache
+    recorded_args, analyse = [], chat_format._derive_without_cache
 
-    def count(*args):
-        calls.append(args)
+    def record_and_analyse(*args):
+        recorded_args.append(args)
         return analyse(*args)
 
-    monkeypatch.setattr(chat_format, "_derive_without_cache", count)
-    return calls
+    monkeypatch.setattr(chat_format, "_derive_without_cache", record_and_analyse)
+    return recorded_args
 
 
 def choose(model, **settings):
@@ -43,10 +43,10 @@ def choose(model, **settings):
 
 
 def test_a_template_is_analysed_once(model, analyses):
-    first, second = choose(model), choose(model)
-    assert first == second
-    assert first[0].layout.reasoning.open.strip() == "<think>"
-    assert first[1] == ["chat format: The format was inferred from the chat template."]
+    fmt, logged_lines = choose(model)
+    assert fmt.layout.reasoning.open.strip() == "<think>"
+    assert logged_lines == ["chat format: The format was inferred from the chat template."]
+    assert choose(model) == (fmt, logged_lines)
     assert len(analyses) == 1
 
 
@@ -93,7 +93,7 @@ def test_without_a_cache_folder_a_template_is_analysed_each_time(model, analyses
 
 
 def test_a_process_that_finds_the_format_in_the_cache_does_not_import_the_analysis(model):
-    choose(model)
+    choose(model)  # This process writes the format to the cache folder.
     code = (
         "import sys; import backend.serving.fake_server\n"
         "from nereid_backend.serving.chat_format import choose_format\n"

@@ -13,6 +13,7 @@ from nereid_backend.serving.serving_settings import ServingSettings
 from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder, load_tokenizer
 
 MODEL = str(DEMO / "chat")
+# The variable `style` is the beginning of the answer. Its value comes from chat_template_kwargs.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "<|im_end|>\n{% endfor %}"
@@ -28,23 +29,22 @@ def template(tmp_path):
 
 
 def test_the_template_and_its_defaults_apply_to_chats(template, tmp_path, monkeypatch):
-    defaults = json.dumps({"style": "Short: "})
     pipeline = Pipeline(
         DEMO / "chat",
         [{"when": "", "text": "yes"}],
         tmp_path,
         monkeypatch,
         chat_template=str(template),
-        chat_template_kwargs=defaults,
+        chat_template_kwargs=json.dumps({"style": "Short: "}),
     )
 
-    def prompt(**fields):
-        (first, *_) = pipeline.ask(**chat("Hi", return_token_ids=True, **fields))
-        return pipeline.tokenizer._tokenizer.decode(first["delta"][0]["prompt_token_ids"])
+    def prompt_of(**fields):
+        (first_reply, *_) = pipeline.ask(**chat("Hi", return_token_ids=True, **fields))
+        return pipeline.tokenizer._tokenizer.decode(first_reply["delta"][0]["prompt_token_ids"])
 
-    start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt() == start + "Short: "
-    assert prompt(chat_template_kwargs={"style": "Long: "}) == start + "Long: "
+    turns = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_of() == turns + "Short: "
+    assert prompt_of(chat_template_kwargs={"style": "Long: "}) == turns + "Long: "
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,13 @@ def test_a_template_in_chat_template_json_applies_to_chats(stored, tmp_path):
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": stored}))
     body = {"messages": [{"role": "user", "content": "Hi"}]}
 
-    def prompt():
-        return PromptBuilder(load_tokenizer(str(folder)), 4096).render_chat(body)
+    def rendered_prompt():
+        return PromptBuilder(load_tokenizer(str(folder)), max_model_len=4096).render_chat(body)
 
-    assert "Hi" in prompt()  # The template in chat_template.jinja has precedence.
+    # The template in chat_template.jinja has precedence over the template "JSON".
+    assert "Hi" in rendered_prompt()
     (folder / "chat_template.jinja").unlink()
-    assert prompt() == "JSON"
+    assert rendered_prompt() == "JSON"
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"chat_template": [1]}'])
@@ -105,18 +106,21 @@ def test_a_tokenizer_config_with_a_wrong_type_is_an_error_of_the_checkpoint(
 
 
 def test_the_format_is_derived_from_the_template_of_the_server(template):
-    own = choose_format(ServingSettings(model=MODEL))
-    servers = choose_format(ServingSettings(model=MODEL, chat_template=str(template)))
-    assert own.layout.tools is not None
-    assert servers.layout.tools is None
+    format_of_checkpoint = choose_format(ServingSettings(model=MODEL))
+    format_of_server = choose_format(ServingSettings(model=MODEL, chat_template=str(template)))
+    assert format_of_checkpoint.layout.tools is not None
+    assert format_of_server.layout.tools is None
 
 
 def test_a_missing_template_and_wrong_defaults_are_refused(tmp_path):
     settings = ServingSettings(model=MODEL, chat_template=str(tmp_path / "none.jinja"))
     with pytest.raises(ConfigError, match=r"chat_template: the file .* cannot be read"):
         read_chat_template(settings)
-    for text in ("[1]", "{", "5"):
+
+    for wrong_defaults in ("[1]", "{", "5"):
+        settings = ServingSettings(model=MODEL, chat_template_kwargs=wrong_defaults)
         with pytest.raises(ConfigError, match="chat_template_kwargs: the value must be"):
-            read_template_defaults(ServingSettings(model=MODEL, chat_template_kwargs=text))
+            read_template_defaults(settings)
+
     with pytest.raises(ConfigError, match="the name messages is reserved"):
         PromptBuilder(load_tokenizer(MODEL), 4096, {"messages": []})

@@ -42,46 +42,47 @@ def test_released_slots_are_reused_in_the_order_of_their_release():
 
 def test_several_slots_are_acquired_together_or_not_at_all():
     reader, _ = connected(num_slots=3)
-    one = reader.acquire()
+    first_slot = reader.acquire()
     assert reader.acquire(3) is None
-    two = reader.acquire(2)
-    assert len({*one, *two}) == 3
-    reader.release(two)
-    assert reader.acquire(2) == two
+    other_slots = reader.acquire(2)
+    assert len({*first_slot, *other_slots}) == 3
+    reader.release(other_slots)
+    assert reader.acquire(2) == other_slots
     reader.close()
 
 
 def test_nothing_is_left_in_the_file_system():
-    before = set(os.listdir("/dev/shm"))
+    files_before = set(os.listdir("/dev/shm"))
     reader, _ = connected()
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(os.listdir("/dev/shm")) == files_before
     reader.close()
     with pytest.raises(RequestError, match="address of the executor's shared memory"):
         FeedbackWriter().attach(reader.address)
 
 
 def test_a_writer_maps_only_the_memory_of_an_executor(tmp_path):
-    reader = FeedbackReader(4)
-    process, number, name = reader.address.split("/")
-    victim = tmp_path / name
-    victim.write_bytes(bytes(4096))
-    with open(victim, "r+b") as opened:
-        for address in (
-            str(victim),
-            f"{process}/{opened.fileno()}/{name}",
-            f"{process}/{number}/nereid-feedback-{'0' * 32}",
-            f"{process}/{number}/../{name}",
-            f"{process}/99999/{name}",
-            f"4000000000/{number}/{name}",
-            f"/proc/{process}/fd/{number}",
+    reader = FeedbackReader(num_slots=4)
+    process_id, descriptor, name = reader.address.split("/")
+    # A file on disk that has the name of the executor's memory must not be mapped.
+    other_file = tmp_path / name
+    other_file.write_bytes(bytes(4096))
+    with open(other_file, "r+b") as opened:
+        for wrong_address in (
+            str(other_file),
+            f"{process_id}/{opened.fileno()}/{name}",
+            f"{process_id}/{descriptor}/nereid-feedback-{'0' * 32}",
+            f"{process_id}/{descriptor}/../{name}",
+            f"{process_id}/99999/{name}",
+            f"4000000000/{descriptor}/{name}",
+            f"/proc/{process_id}/fd/{descriptor}",
             "/dev/shm/nothing",
             "\0",
             "",
         ):
             writer = FeedbackWriter()
             with pytest.raises(RequestError):
-                writer.attach(address)
-    assert victim.read_bytes() == bytes(4096)
+                writer.attach(wrong_address)
+    assert other_file.read_bytes() == bytes(4096)
     reader.close()
 
 
@@ -105,14 +106,17 @@ def test_a_slot_outside_the_memory_is_refused(slot):
 
 
 def test_only_steps_that_the_executor_has_signed_are_accepted():
-    reader, writer = connected()
-    other = FeedbackReader(4)
-    message = reader.sign(b"state")
+    executor, writer = connected()
+    other_executor = FeedbackReader(num_slots=4)
+    message = executor.sign(b"state")
     assert writer.attach_and_verify(message) == b"state"
-    foreign = reader.address.encode() + other.sign(b"state")[len(other.address) :]
-    damaged = [message + b"!", message[:-1], reader.address.encode(), b"", b"\xff" * 300, foreign]
-    for wrong in damaged:
+
+    # A message consists of the address of the executor, a signature, and the step.
+    address = executor.address.encode()
+    signed_by_other = address + other_executor.sign(b"state")[len(other_executor.address) :]
+    damaged = [message + b"!", message[:-1], address, b"", b"\xff" * 300]
+    for wrong_message in [*damaged, signed_by_other]:
         with pytest.raises(RequestError):
-            writer.attach_and_verify(wrong)
-    reader.close()
-    other.close()
+            writer.attach_and_verify(wrong_message)
+    executor.close()
+    other_executor.close()

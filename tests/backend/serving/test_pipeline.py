@@ -36,24 +36,24 @@ def joined(replies, index=0, key="content"):
 def test_a_stop_string_ends_only_the_choice_that_contains_it(pipeline, stream):
     replies = pipeline.ask(**chat("two", stream=stream, n=2, stop=["STOP"]))
     assert stream == (len(replies) > 1)
-    assert joined(replies) == "First answer."
-    assert joined(replies, 1) == "Second one "
-    ends = {
+    assert joined(replies, index=0) == "First answer."
+    assert joined(replies, index=1) == "Second one "
+    reasons_by_choice = {
         delta.get("index", 0): (delta["finish_reason"], delta.get("stop_reason"))
         for reply in replies
         for delta in reply["delta"]
         if "finish_reason" in delta
     }
-    assert ends[0][0] == "stop"
-    assert ends[1] == ("stop", "STOP")
+    assert reasons_by_choice[0][0] == "stop"
+    assert reasons_by_choice[1] == ("stop", "STOP")
 
 
 def test_generation_stops_within_two_steps_of_a_stop_string(pipeline):
-    before = pipeline.num_steps
+    steps_before = pipeline.num_steps
     replies = pipeline.ask(**chat("endless", stop=["STOP"], max_tokens=2000))
     usage = replies[-1]["delta"][0]["usage"]
     assert joined(replies) == "on and "
-    assert pipeline.num_steps - before <= usage["completion_tokens"] + 2
+    assert pipeline.num_steps - steps_before <= usage["completion_tokens"] + 2
 
 
 def test_a_valid_strict_answer_is_returned_apart_from_its_reasoning(pipeline):
@@ -79,8 +79,8 @@ def test_a_grammar_that_the_engine_refuses_is_a_request_error(pipeline):
 def test_the_constraint_reaches_the_engine(pipeline):
     pipeline.ask(**chat("cached", response_format={"type": "json_object"}))
     assert pipeline.params.grammar.kind == "structural_tag"
-    off = {"enable_thinking": False}
-    pipeline.ask(**chat("cached", regex="H.*", chat_template_kwargs=off))
+    without_thinking = {"enable_thinking": False}
+    pipeline.ask(**chat("cached", regex="H.*", chat_template_kwargs=without_thinking))
     assert pipeline.params.grammar[:2] == ("regex", "H.*")
     pipeline.ask(**completion("cached", regex="H.*"))
     assert pipeline.params.grammar[:2] == ("regex", "H.*")
@@ -105,34 +105,37 @@ def test_every_requested_tensor_has_one_element_for_each_choice(pipeline):
     returns = ("finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens")
     (reply,) = pipeline.ask(**completion("two", stream=False, n=2, returns=returns))
     assert reply["finish_reason"] == ["stop", "stop"]
+    # The scripted engine reports the log-probability -0.5 for every token.
     assert reply["cumulative_logprob"] == [-0.5 * count for count in reply["num_output_tokens"]]
-    rows = [json.loads(text) for text in reply["logprobs"]]
-    assert [len(one) for one in rows] == reply["num_output_tokens"]
-    assert {len(entry) for one in rows for entry in one} == {1}
+    logprobs_of_choices = [json.loads(text) for text in reply["logprobs"]]
+    assert [len(logprobs) for logprobs in logprobs_of_choices] == reply["num_output_tokens"]
+    assert {len(entry) for logprobs in logprobs_of_choices for entry in logprobs} == {1}
 
 
 def test_bytes_of_log_probabilities_join_to_the_text(pipeline):
     replies = pipeline.ask(**completion("cached", logprobs=2, return_token_ids=True))
     deltas = [delta for reply in replies for delta in reply["delta"]]
-    entries = [entry for delta in deltas for entry in delta.get("logprobs", [])][:-1]
-    data = b"".join(bytes(entry["bytes"]) for entry in entries)
-    assert data.decode() == joined(replies) == "Hello, Ünïcödé 🎉"
-    ids = [token for delta in deltas for token in delta.get("token_ids", [])]
-    assert ids[:-1] == [entry["token_id"] for entry in entries]
+    # The last token is the end-of-sequence token, which is not part of the text.
+    *entries, _ = [entry for delta in deltas for entry in delta.get("logprobs", [])]
+    *token_ids, _ = [token for delta in deltas for token in delta.get("token_ids", [])]
+
+    text = b"".join(bytes(entry["bytes"]) for entry in entries).decode()
+    assert text == joined(replies) == "Hello, Ünïcödé 🎉"
+    assert token_ids == [entry["token_id"] for entry in entries]
     assert deltas[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
+@pytest.mark.parametrize("keepalive_ms", ["0", "30"])
 def test_a_stream_without_tokens_sends_empty_responses_if_keepalive_ms_is_set(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, keepalive_ms
 ):
     script = [{"when": "", "token_ids": [300, 301], "delay_ms": 120}]
-    for keepalive_ms in (0, 30):
-        pipeline = Pipeline(
-            DEMO / "chat", script, tmp_path, monkeypatch, keepalive_ms=str(keepalive_ms)
-        )
-        replies = pipeline.ask(**completion("x"))
-        empty = [reply for reply in replies if reply["delta"] == [{}]]
-        assert all(reply["text_output"] == [""] for reply in empty)
-        assert (len(empty) >= 3) if keepalive_ms else not empty
-        (whole,) = pipeline.ask(**completion("x", stream=False))
-        assert whole["delta"][0]["finish_reason"] == "stop"
+    pipeline = Pipeline(DEMO / "chat", script, tmp_path, monkeypatch, keepalive_ms=keepalive_ms)
+
+    replies = pipeline.ask(**completion("x"))
+    empty_replies = [reply for reply in replies if reply["delta"] == [{}]]
+    assert all(reply["text_output"] == [""] for reply in empty_replies)
+    assert len(empty_replies) >= 3 if keepalive_ms == "30" else not empty_replies
+
+    (whole_reply,) = pipeline.ask(**completion("x", stream=False))
+    assert whole_reply["delta"][0]["finish_reason"] == "stop"

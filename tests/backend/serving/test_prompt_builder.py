@@ -29,8 +29,8 @@ def allowed(*names, mode="auto"):
 
 def offered(**fields):
     """Return the names of the tools in the prompt of a request, or None."""
-    found = read_tools({"tools": TOOLS, **fields})
-    return found and [tool["function"]["name"] for tool in found]
+    tools = read_tools({"tools": TOOLS, **fields})
+    return tools and [tool["function"]["name"] for tool in tools]
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "required", {"type": "function"}])
@@ -50,9 +50,9 @@ def test_a_long_list_of_allowed_tools_is_read_quickly():
     names = [f"tool-{number:09}" for number in range(2048)]
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     choice = allowed(*names * 50)
-    began = time.process_time()
+    started_s = time.process_time()
     assert read_tools({"tools": tools, "tool_choice": choice}) == tools
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - started_s < 0.5
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,16 @@ def test_a_template_that_renders_only_lists_of_parts_gets_lists():
     )
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
     assert renderer.render(messages) == "user: a;assistant: bc;"
+
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     assert renderer.render([{"role": "user", "content": parts}]) == "user: ab;"
+
     continued = renderer.render(messages, continue_final_message=True)
     assert continued == "user: a;assistant: bc"
 
 
 def chat_with_image(role):
+    """Return the messages of a chat. The second message has `role`, an image and a text."""
     parts = [{"type": "image"}, {"type": "text", "text": "a"}]
     return [{"role": "user", "content": "Hi"}, {"role": role, "content": parts}]
 
@@ -157,14 +160,14 @@ def test_a_chat_with_images_keeps_texts_of_roles_whose_lists_the_template_cannot
         "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
         f"{{% else %}}{text}{{% endif %}};{{% endfor %}}"
     )
-    given = [
+    sent_messages = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    messages = read_messages({"messages": given}, RequestLimits.derive(4096, 8))
-    rendered = renderer.render(messages).replace('"', "")
+    messages = read_messages({"messages": sent_messages}, RequestLimits.derive(4096, 8))
+    rendered = renderer.render(messages).replace('"', "")  # The filter `tojson` adds quotes.
     assert rendered == "system: s;user: <image>a;assistant: b;user: c;"
 
 
@@ -197,13 +200,14 @@ def test_the_result_of_a_function_becomes_that_of_a_tool_if_the_template_would_o
         "({{ call.function.arguments.a }});{% endfor %}{% elif m.role == 'user' %}"
         "{{ m.content }};{% endif %}{% endfor %}"
     )
-    given = [
+    sent_messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": 1}'}},
         {"role": "function", "name": "f", "content": "5"},
     ]
-    messages = read_messages({"messages": given}, LIMITS)
+    messages = read_messages({"messages": sent_messages}, LIMITS)
     assert renderer_of(template).render(messages) == "x;f(1);result: 5;"
+
     every_role = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     rendered = renderer_of(every_role).render(messages)
     assert rendered == "user: x;assistant: ;function: 5;"
@@ -215,13 +219,18 @@ ONLY_FIRST_SYSTEM_MESSAGE = (
 )
 
 
-@pytest.mark.parametrize("later", ["", "{{ raise_exception('must be at the beginning') }}"])
-def test_system_messages_that_a_template_would_omit_are_merged_or_become_user_messages(later):
-    source = ONLY_FIRST_SYSTEM_MESSAGE.replace("LATER", later)
+@pytest.mark.parametrize(
+    "later_system_message", ["", "{{ raise_exception('must be at the beginning') }}"]
+)
+def test_system_messages_that_a_template_would_omit_are_merged_or_become_user_messages(
+    later_system_message,
+):
+    source = ONLY_FIRST_SYSTEM_MESSAGE.replace("LATER", later_system_message)
     renderer = renderer_of(source)
     system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "x"}
     assert renderer.render([system, {**system, "content": "b"}, user]) == "system: a\n\nb;user: x;"
     assert renderer.render([user, system]) == "user: x;user: a;"
+
     # The template of gpt-oss renders a message of the developer, but only at the start of a chat.
     renderer = renderer_of(source.replace("m.role != 'system'", "m.role in ('user', 'assistant')"))
     developer = {"role": "developer", "content": "b"}
@@ -315,24 +324,25 @@ def test_a_template_that_renders_one_call_of_a_message_gets_several_messages(sec
         "{% endif %}({{ m.tool_calls[0].function.name }},"
         "{{ m.tool_calls[0].function.arguments.a }}){% endif %};{% endfor %}"
     )
-    chat = chat_with_call("Well.")
-    call = chat[1]["tool_calls"][0]
-    second = {**call, "id": "call2", "function": {"name": "f", "arguments": {"a": 2}}}
-    results = [chat[2], {**chat[2], "tool_call_id": "call2", "content": "6"}]
-    message = {**chat[1], "tool_calls": [call, second]}
-    rendered = renderer.render([chat[0], message, *results[::-1], chat[0]])
+    user, assistant, result = chat_with_call("Well.")
+    (call,) = assistant["tool_calls"]
+    call_2 = {**call, "id": "call2", "function": {"name": "f", "arguments": {"a": 2}}}
+    result_2 = {**result, "tool_call_id": "call2", "content": "6"}
+    assistant = {**assistant, "tool_calls": [call, call_2]}
+
+    # The result of the second call comes first. The renderer moves each result behind its call.
+    rendered = renderer.render([user, assistant, result_2, result, user])
     assert rendered == "x;Well.(f,1);5;(f,2);6;x;"
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking"])
 def test_reasoning_becomes_a_part_of_the_content_if_the_template_renders_only_parts(field):
     source = (TEMPLATES / "reasoning_parts.jinja").read_text(encoding="utf-8")
-    rendered = renderer_of(source).render(chat_with_call("Well.", **{field: "Hm."}))
+    chat = chat_with_call("Well.", **{field: "Hm."})
+    rendered = renderer_of(source).render(chat)
     assert rendered.startswith('[INST]x[/INST][THINK]Hm.[/THINK]Well.[TOOL_CALLS]f[ARGS]{"a": 1}')
-    as_json = renderer_of("{{ messages[1].content | tojson }}").render(
-        chat_with_call("Well.", **{field: "Hm."})
-    )
-    assert as_json == '"Well."'
+    # A template that also renders a text as content gets the text without the reasoning.
+    assert renderer_of("{{ messages[1].content | tojson }}").render(chat) == '"Well."'
 
 
 @pytest.mark.parametrize("thinking", ["Hm.", [{"type": "text", "text": "Hm."}]])
@@ -350,6 +360,13 @@ def test_text_parts_may_have_the_types_of_the_responses_api(part_type):
     assert message["content"] == "Hi"
 
 
+def call_with_id(chat, call_id):
+    """Return the call in `chat` and its result, the last two messages, with another id."""
+    _, assistant, result = chat
+    call = {**assistant["tool_calls"][0], "id": call_id}
+    return [{**assistant, "tool_calls": [call]}, {**result, "tool_call_id": call_id}]
+
+
 def test_ids_of_calls_are_short_if_the_template_refuses_others():
     renderer = renderer_of(  # like the templates of Mistral 7B and Mistral Nemo
         "{% for m in messages %}{% for id in [m.tool_call_id] if id is defined %}"
@@ -358,11 +375,10 @@ def test_ids_of_calls_are_short_if_the_template_refuses_others():
         "{{ raise_exception('length 9') }}{% endif %}({{ call.id }},{{ call.function.name }},"
         "{{ call.function.arguments.a }}){% endfor %};{% endfor %}"
     )
-    chat = chat_with_call()
+    chat = chat_with_call()  # The id "call1" has a length that the template refuses.
     assert renderer.render(chat) == "x;(000000000,f,1);000000000=5;"
-    call = {**chat[1]["tool_calls"][0], "id": "abcDEF123"}
-    result = {**chat[2], "tool_call_id": "abcDEF123"}
-    rendered = renderer.render([*chat, {**chat[1], "tool_calls": [call]}, result])
+
+    rendered = renderer.render([*chat, *call_with_id(chat, "abcDEF123")])
     assert rendered.endswith("(abcDEF123,f,1);abcDEF123=5;")
 
 
@@ -374,9 +390,8 @@ def test_ids_of_calls_contain_the_name_if_the_template_renders_the_id_instead_of
     )
     chat = chat_with_call()
     assert renderer.render(chat) == "=x;=(functions.f:0,1);functions.f:0=5;"
-    call = {**chat[1]["tool_calls"][0], "id": "functions.f:7"}
-    result = {**chat[2], "tool_call_id": "functions.f:7"}
-    rendered = renderer.render([*chat, {**chat[1], "tool_calls": [call]}, result])
+
+    rendered = renderer.render([*chat, *call_with_id(chat, "functions.f:7")])
     assert rendered.endswith("=(functions.f:7,1);functions.f:7=5;")
 
 
@@ -413,6 +428,7 @@ def test_a_tool_without_description_and_parameters_is_rendered_by_each_template(
     )
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert renderer.render([{"role": "user", "content": "x"}], tools=tools) == "f;"
+
     as_json = renderer_of("{{ tools | tojson }}").render([], tools=tools)
     assert as_json == '[{"type": "function", "function": {"name": "f"}}]'
 
@@ -463,10 +479,10 @@ def test_the_template_for_tools_renders_earlier_calls_if_a_request_has_no_tools(
     ],
 )
 def test_a_template_that_cannot_render_a_request_gives_an_error_soon(template, message):
-    started = time.thread_time()
+    started_s = time.thread_time()
     with pytest.raises(RequestError, match=message):
         renderer_of(template).render([{"role": "user", "content": "a"}])
-    assert time.thread_time() - started < 6
+    assert time.thread_time() - started_s < 6
 
 
 def test_a_message_without_content_cannot_be_continued():

@@ -54,7 +54,7 @@ def test_a_single_stop_string_needs_no_list():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"temperature": float("nan")}, "temperature: the value must be a finite number"),
         ({"max_tokens": 0}, "max_tokens: the value must be at least 1, but the request has 0."),
@@ -113,10 +113,10 @@ def test_a_single_stop_string_needs_no_list():
         ({"typical": 0.5}, "typical: this server does not support this sampler"),
     ],
 )
-def test_a_wrong_value_is_named(fields, said):
+def test_a_wrong_value_is_named(fields, message):
     with pytest.raises(RequestError) as caught:
         read_sampling(fields, {})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,7 @@ def test_a_chat_requests_logprobs_with_a_boolean_and_a_number(fields, count):
 
 
 def test_a_bad_word_is_also_forbidden_after_a_space_if_that_is_a_single_token():
+    # The token ids of each text. " no" is a single token, " way out" is not.
     vocabulary = {"no": [1], " no": [2], "way out": [3, 4], " way out": [5, 6, 7], "x": [8]}
     fields = {"bad_words": [" no", "way out", "x"]}
     params, _ = read_sampling(fields, {}, encode=lambda text: vocabulary.get(text, []))

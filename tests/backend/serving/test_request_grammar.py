@@ -48,19 +48,19 @@ def chat(fields, prompt=CLOSED, fmt=QWEN, tools=None):
 )
 def test_every_dialect_gives_a_plain_grammar(fields, kind):
     assert build_text_grammar(fields).spec.kind == kind
-    behind = chat(fields).spec
-    assert (behind.kind, behind.after) == (kind, "")
-    assert chat(fields, THINKING).spec == behind._replace(after="</think>")
+    spec = chat(fields, prompt=CLOSED).spec
+    assert (spec.kind, spec.after) == (kind, "")
+    assert chat(fields, prompt=THINKING).spec == spec._replace(after="</think>")
 
 
 @pytest.mark.parametrize("name", ["schema", "value"])
 def test_a_schema_inside_json_object_constrains_the_answer(name):
-    given = {"response_format": {"type": "json_object", name: SCHEMA}}
-    wrapped = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
-    assert build_text_grammar(given) == build_text_grammar(wrapped)
-    assert build_text_grammar(given) != build_text_grammar(
-        {"response_format": {"type": "json_object"}}
-    )
+    def grammar_of(**response_format):
+        return build_text_grammar({"response_format": response_format})
+
+    grammar = grammar_of(type="json_object", **{name: SCHEMA})
+    assert grammar == grammar_of(type="json_schema", json_schema={"schema": SCHEMA})
+    assert grammar != grammar_of(type="json_object")
 
 
 def test_the_grammar_allows_reasoning_if_the_model_can_still_begin_to_reason():
@@ -86,9 +86,9 @@ def test_both_forms_of_structural_tags_are_accepted(value):
         {"response_format": value},
         {"structured_outputs": {"structural_tag": json.dumps(value)}},
     ):
-        made = json.loads(chat(fields).spec.source)
-        assert made["type"] == "structural_tag"
-        assert made["format"]["type"] in ("const_string", "triggered_tags")
+        tag = json.loads(chat(fields).spec.source)
+        assert tag["type"] == "structural_tag"
+        assert tag["format"]["type"] in ("const_string", "triggered_tags")
 
 
 def test_only_a_strict_schema_is_checked_afterwards():
@@ -133,7 +133,7 @@ def test_the_grammar_enforces_the_schemas_of_strict_tools_and_of_single_calls(fi
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             {"response_format": {"type": "xml"}},
@@ -180,17 +180,19 @@ def test_the_grammar_enforces_the_schemas_of_strict_tools_and_of_single_calls(fi
         ),
     ],
 )
-def test_a_wrong_field_is_refused_by_name(fields, said):
-    with pytest.raises(RequestError, match=said):
+def test_a_wrong_field_is_refused_by_name(fields, message):
+    with pytest.raises(RequestError, match=message):
         chat(fields)
 
 
 def test_a_lark_grammar_that_cannot_be_enforced_is_refused_with_a_remedy():
     lark = {"structured_outputs": {"grammar": 'start: "a"'}}
     assert chat(lark).spec.kind == chat(lark, THINKING).spec.kind == "ebnf"
-    for options in ({"prompt": EITHER}, {"tools": [tool("f")]}):
+
+    for unsupported_case in ({"prompt": EITHER}, {"tools": [tool("f")]}):
         with pytest.raises(RequestError, match=r"structured_outputs: .* Write the grammar in EBNF"):
-            chat(lark, **options)
+            chat(lark, **unsupported_case)
+
     with pytest.raises(RequestError, match="structured_outputs: grammar must be"):
         chat({"structured_outputs": {"grammar": 5}}, EITHER)
 

@@ -45,9 +45,9 @@ def refusal(model, inputs, limit_s=0.5):
     The tokenizer model must refuse the request in less than `limit_s` seconds of CPU time.
     """
     request = Request(**inputs)
-    started = time.thread_time()
+    started_s = time.thread_time()
     reply = model.respond(request)
-    assert time.thread_time() - started < limit_s
+    assert time.thread_time() - started_s < limit_s
     assert reply.error is not None
     return reply.error.text
 
@@ -151,7 +151,7 @@ def test_the_largest_number_of_messages_is_accepted(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"messages": [user("\ud800")]}, "chat_request: a text contains half of a surrogate pair"),
         ({"cache_salt": "\udfff"}, "chat_request: a text contains half of a surrogate pair"),
@@ -160,9 +160,9 @@ def test_the_largest_number_of_messages_is_accepted(tokenizer):
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": 7}}, "tool_choice: the value"),
     ],
 )
-def test_wrong_values_are_refused_by_name(tokenizer, fields, said):
+def test_wrong_values_are_refused_by_name(tokenizer, fields, message):
     error = refusal(tokenizer, chat(**{"messages": [user()], **fields}))
-    assert error.startswith(f"[INVALID_ARGUMENT] {said}")
+    assert error.startswith(f"[INVALID_ARGUMENT] {message}")
 
 
 def test_surrogate_pairs_and_huge_budgets_are_accepted(tokenizer):
@@ -179,14 +179,16 @@ def test_a_client_can_ask_for_the_limits(tokenizer):
     assert published["max_messages"] == tokenizer._prompt_builder.limits.max_messages
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_client_can_ask_for_the_text_of_token_ids(tokenizer, skips):
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_a_client_can_ask_for_the_text_of_token_ids(tokenizer, skip_special_tokens):
     ids = tokenizer._prompt_builder.encode("Hello there<|im_end|>")
     request = Request(stream=np.array([True]), input_ids=np.array(ids, np.int32))
-    request.request_parameters = json.dumps({"return_text": True, "skip_special_tokens": skips})
+    request.request_parameters = json.dumps(
+        {"return_text": True, "skip_special_tokens": skip_special_tokens}
+    )
     reply = tokenizer.respond(request)
     text = json.loads(reply.tensors[0].as_numpy().tobytes())["text"]
-    assert text == ("Hello there" if skips else "Hello there<|im_end|>")
+    assert text == ("Hello there" if skip_special_tokens else "Hello there<|im_end|>")
 
 
 @pytest.mark.parametrize("ids", [[5, 10**6], [-1]])
@@ -199,7 +201,7 @@ def test_the_text_of_an_unknown_token_is_refused(tokenizer, ids):
 
 
 def test_the_limits_follow_from_the_length_of_the_model():
-    limits = RequestLimits.derive(131_072, 128, 5)
+    limits = RequestLimits.derive(131_072, max_token_bytes=128, min_message_tokens=5)
     assert limits.max_prompt_bytes == 131_072 * 128
     assert limits.max_messages == 26_214
     limits.check_text("a" * limits.max_prompt_bytes)

@@ -78,6 +78,7 @@ def test_special_tokens_are_added_to_a_prompt_with_images_on_request(
             {"truncate_prompt_tokens": 4},
             "truncate_prompt_tokens: the prompt has 5 tokens, but only 4 may be kept",
         ),
+        # With max_model_len = 4096, this max_tokens leaves 4 tokens for the prompt of 5 tokens.
         ({"truncate_prompt_tokens": -1, "max_tokens": 4092}, "truncate_prompt_tokens: the prompt"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: the value must be -1 or at least"),
         ({"json_schema": nested(300)}, "json_schema: the field has more than 256 nested levels"),
@@ -202,10 +203,12 @@ def chat_request(text):
 )
 def test_a_chat_with_media_does_not_delay_the_chats_of_other_clients(part):
     text = json.dumps(body(part))
+    # JSON allows an escape sequence for any letter, so the names of parts may be spelled with it.
     escaped = text.replace("image", "\\u0069mage").replace("dio", "\\u0064io")
-    for each in (text, escaped.replace("ideo", "i\\u0064eo")):
-        assert json.loads(each) == body(part)
-        assert _is_long(chat_request(each), reads_media=True)
+    for spelling in (text, escaped.replace("ideo", "i\\u0064eo")):
+        assert json.loads(spelling) == body(part)
+        # Long requests are prepared in other threads than short requests.
+        assert _is_long(chat_request(spelling), reads_media=True)
 
 
 def test_a_chat_that_mentions_images_is_short_if_the_model_reads_none():

@@ -25,7 +25,8 @@ class Work:
         self.answered.append(request)
         return triton_api.response({"x": request})
 
-    def ask(self, *kinds):
+    def send(self, *kinds):
+        """Send one request of each kind ("long" or "short"), and return the requests."""
         requests = [Request(**{kind: 1}) for kind in kinds]
         for request in requests:
             self.workers.add(request)
@@ -34,18 +35,19 @@ class Work:
 
 @pytest.fixture
 def work():
-    made = Work()
-    yield made
-    made.release.set()
-    made.workers.stop()
+    work = Work()
+    yield work
+    work.release.set()
+    work.workers.stop()
 
 
 def test_short_requests_do_not_wait_for_long_ones(work):
-    *long, short = work.ask("long", "long", "long", "short")
-    assert short.wait(20).error is None
-    assert not any(request.ended.is_set() for request in long)
+    *long_requests, short_request = work.send("long", "long", "long", "short")
+    assert short_request.wait(20).error is None
+    assert not any(request.ended.is_set() for request in long_requests)
+
     work.release.set()
-    for request in long:
+    for request in long_requests:
         assert request.wait(20).error is None
 
 
@@ -58,9 +60,10 @@ def test_parameters_that_are_not_utf8_do_not_end_the_server_thread(work):
 
 
 def test_an_abandoned_request_is_not_processed(work):
-    *running, waiting = work.ask("long", "long", "long")
+    *running, waiting = work.send("long", "long", "long")  # Two threads process long requests.
     waiting.is_gone = True
     assert "cancelled" in waiting.wait(20).error
+
     work.release.set()
     for request in running:
         request.wait(20)
@@ -68,35 +71,36 @@ def test_an_abandoned_request_is_not_processed(work):
 
 
 def test_an_abandoned_request_ends_while_other_requests_arrive_without_a_pause(work, monkeypatch):
+    # Short requests arrive faster than the workers would look for abandoned requests.
     monkeypatch.setattr(request_workers, "_POLL_S", 1.0)
-    *_, waiting = work.ask("long", "long", "long")
+    *_, waiting = work.send("long", "long", "long")
     waiting.is_gone = True
-    deadline = time.monotonic() + 8
-    while not waiting.ended.is_set() and time.monotonic() < deadline:
-        work.ask("short")[0].wait(20)
+    deadline_s = time.monotonic() + 8
+    while not waiting.ended.is_set() and time.monotonic() < deadline_s:
+        work.send("short")[0].wait(20)
     assert "cancelled" in waiting.wait(0).error
 
 
 def test_too_many_long_requests_are_refused(monkeypatch):
     monkeypatch.setattr(request_workers, "_MAX_LONG", 2)
     work = Work()
-    *_, refused = work.ask("long", "long", "long")
+    *_, refused = work.send("long", "long", "long")
     assert "[UNAVAILABLE]" in refused.wait(20).error
     work.release.set()
     work.workers.stop()
 
 
 def test_a_client_waits_for_one_request_of_a_busy_client(work):
-    def ask(client, kind):
-        request = Request(**{kind: 1})
+    def send_long_request(client):
+        request = Request(long=1)
         request.request_parameters = f'{{"client_id": "{client}"}}'
         work.workers.add(request)
         return request
 
-    busy = [ask("busy", "long") for _ in range(10)]
-    other = ask("other", "long")
+    requests_of_busy_client = [send_long_request("busy") for _ in range(10)]
+    request_of_other_client = send_long_request("other")
     work.release.set()
-    for request in [*busy, other]:
+    for request in [*requests_of_busy_client, request_of_other_client]:
         assert request.wait(20).error is None
     # Two threads work, so the request of the other client is one of the first four.
-    assert other in work.answered[:4]
+    assert request_of_other_client in work.answered[:4]

@@ -18,6 +18,7 @@ OTHER_SETTINGS = {
 
 
 def args(tmp_path, **parameters):
+    """Return the arguments that Triton server passes to a model with the given parameters."""
     config = {"parameters": {n: {"string_value": v} for n, v in parameters.items()}}
     return {"model_config": json.dumps(config), "model_repository": str(tmp_path / "repo" / "llm")}
 

@@ -36,7 +36,7 @@ def test_chat_template_kwargs_have_precedence():
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"reasoning_effort": "low"}, "reasoning_effort: this checkpoint's chat template has no"),
         ({"reasoning_effort": 5}, "reasoning_effort: the value must be a word"),
@@ -52,8 +52,8 @@ def test_chat_template_kwargs_have_precedence():
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs: the value must be an object"),
     ],
 )
-def test_a_field_that_the_template_does_not_support_is_refused_by_name(body, said):
-    with pytest.raises(RequestError, match=said):
+def test_a_field_that_the_template_does_not_support_is_refused_by_name(body, message):
+    with pytest.raises(RequestError, match=message):
         read_template_kwargs(body, "{{ messages }} enable_thinking, thinking hard")
 
 
@@ -106,7 +106,7 @@ def test_minus_one_is_no_limit():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             {"thinking_token_budget": -2},
@@ -126,20 +126,24 @@ def test_minus_one_is_no_limit():
         ),
     ],
 )
-def test_a_wrong_budget_is_named(fields, said):
-    with pytest.raises(RequestError, match=said):
+def test_a_wrong_budget_is_named(fields, message):
+    with pytest.raises(RequestError, match=message):
         read_thinking_budget(fields)
 
 
 def encode(text):
+    """Return the token ids of a text in a vocabulary in which each character is a token."""
     return [ord(letter) for letter in text]
 
 
 def test_the_spec_contains_the_end_marker_and_whether_reasoning_is_open():
     fmt = get_format(reasoning="qwen3", tools="hermes")
-    spec = build_thinking_spec(3, fmt, "<|im_start|>assistant\n<think>\n", encode)
-    gate = fmt.reasoning_gate("<|im_start|>assistant\n<think>\n")
-    assert spec == ThinkingSpec(gate.start, gate.end, tuple(encode(gate.end)), True, 3)
+    prompt = "<|im_start|>assistant\n<think>\n"
+    gate = fmt.reasoning_gate(prompt)
+    end_token_ids = tuple(encode(gate.end))
+    assert build_thinking_spec(3, fmt, prompt, encode) == ThinkingSpec(
+        gate.start, gate.end, end_token_ids, is_open=True, budget=3
+    )
     assert not build_thinking_spec(3, fmt, "<|im_start|>assistant\n", encode).is_open
     assert build_thinking_spec(None, fmt, "", encode) is None
 

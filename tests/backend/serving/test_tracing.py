@@ -1,6 +1,5 @@
 """Tests of the OpenTelemetry spans that the Triton models record."""
 
-import math
 import time
 
 import pytest
@@ -30,12 +29,15 @@ def tracing(receiver):
 
 
 def test_a_span_has_its_parent_its_times_and_its_attributes(tracing, receiver):
-    now = time.monotonic()
-    own = tracing.record("nereid.queue", TRACEPARENT, now - 2.0, now - 0.5, {"nereid.inputs": 3})
+    now_s = time.monotonic()
+    start_s, end_s = now_s - 2.0, now_s - 0.5
+    # The returned value is the traceparent of child spans.
+    own = tracing.record("nereid.queue", TRACEPARENT, start_s, end_s, {"nereid.inputs": 3})
     tracing.close()
     (span,) = receiver.spans
     assert (span.name, span.trace, span.parent) == ("nereid.queue", TRACE, PARENT)
     assert span.end_ns - span.start_ns == pytest.approx(1.5e9)
+    # The span has the time of day. The tolerance is wide, because the clock may be adjusted.
     assert time.time() - span.end_ns / 1e9 == pytest.approx(0.5, abs=60)
     assert span.attributes == {"nereid.inputs": 3, "nereid.model": "executor"}
     assert own == f"00-{TRACE}-{span.id}-01"
@@ -80,11 +82,16 @@ def test_the_parameters_of_a_request_contain_its_trace():
 
 
 def spans_of(tracing, receiver, **times):
-    """Return the spans of a request that arrives at 1.0 s and ends at 10.0 s, by their names."""
-    timing = RequestTiming(1.0, 7, math.inf, math.inf, traceparent=TRACEPARENT, **times)
-    sequences = [Sequence(0, 0, num_tokens=3, num_cached_tokens=2), Sequence(1, 1, num_tokens=4)]
-    stream = Stream("1", None, 1, sequences, None, 0.0, timing=timing)
-    record_spans(tracing, stream, 10.0)
+    """Return the spans of a request that arrives at 1.0 s and ends at 10.0 s, by their names.
+
+    The request has 5 prompt tokens, of which 2 are cached, and two answers of 3 and 4 tokens.
+    """
+    timing = RequestTiming(arrived=1.0, num_prompt_tokens=5, traceparent=TRACEPARENT, **times)
+    sequences = [
+        Sequence(index=0, slot=0, num_tokens=3, num_cached_tokens=2),
+        Sequence(index=1, slot=1, num_tokens=4),
+    ]
+    record_spans(tracing, Stream("1", None, 1, sequences, None, 0.0, timing=timing), now=10.0)
     tracing.close()
     return {span.name: span for span in receiver.spans}
 
@@ -95,9 +102,9 @@ def test_a_request_has_a_span_for_each_phase(tracing, receiver):
     assert durations == pytest.approx(
         {"nereid.grammar": 0.5, "nereid.queue": 1, "nereid.prefill": 2, "nereid.decode": 6}
     )
-    assert spans["nereid.prefill"].attributes["gen_ai.usage.input_tokens"] == 7
+    assert spans["nereid.prefill"].attributes["gen_ai.usage.input_tokens"] == 5
     assert spans["nereid.prefill"].attributes["nereid.cached_tokens"] == 2
-    assert spans["nereid.decode"].attributes["gen_ai.usage.output_tokens"] == 7
+    assert spans["nereid.decode"].attributes["gen_ai.usage.output_tokens"] == 3 + 4
 
 
 def test_a_request_that_ends_in_the_queue_has_no_further_phases(tracing, receiver):

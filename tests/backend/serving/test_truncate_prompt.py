@@ -26,35 +26,37 @@ def pipeline(tmp_path_factory):
 def prompt_of(pipeline):
     """A function that sends a request and returns the token ids of its prompt."""
 
-    def ask(inputs):
-        for reply in pipeline.ask(**inputs):
-            for delta in reply["delta"]:
-                if "prompt_token_ids" in delta:
-                    return delta["prompt_token_ids"]
-        raise AssertionError
+    def send_and_return_prompt(inputs):
+        deltas = [delta for reply in pipeline.ask(**inputs) for delta in reply["delta"]]
+        return next(delta["prompt_token_ids"] for delta in deltas if "prompt_token_ids" in delta)
 
-    return ask
+    return send_and_return_prompt
 
 
 @pytest.mark.parametrize("inputs_of", [chat, completion])
 def test_the_last_tokens_of_a_prompt_are_kept(prompt_of, inputs_of):
     whole = prompt_of(inputs_of(TEXT, return_token_ids=True))
-    kept = prompt_of(inputs_of(TEXT, return_token_ids=True, truncate_prompt_tokens=5))
-    assert kept == whole[-5:]
-    fits = prompt_of(inputs_of(TEXT, return_token_ids=True, truncate_prompt_tokens=5000))
-    assert fits == whole
+    truncated = prompt_of(inputs_of(TEXT, return_token_ids=True, truncate_prompt_tokens=5))
+    assert truncated == whole[-5:]
+    unchanged = prompt_of(inputs_of(TEXT, return_token_ids=True, truncate_prompt_tokens=5000))
+    assert unchanged == whole
 
 
 def test_a_prompt_that_is_too_long_is_cut_to_what_fits(pipeline, prompt_of):
     limit = pipeline.tokenizer._prompt_builder.limits.max_model_len
-    words = " ".join(["cat"] * 2 * limit)
+    long_text = " ".join(["cat"] * 2 * limit)
     with pytest.raises(RequestError, match="max_model_len"):
-        prompt_of(completion(words))
+        prompt_of(completion(long_text))
+
+    # The value -1 keeps as many tokens as fit together with max_tokens.
     fields = {"return_token_ids": True, "truncate_prompt_tokens": -1, "max_tokens": 10}
-    assert len(prompt_of(completion(words, **fields))) == limit - 10
-    ids = {**completion("", **fields), "input_ids": np.arange(2 * limit, dtype=np.int32) % 300}
-    del ids["text_input"]
-    assert prompt_of(ids) == ids["input_ids"][-(limit - 10) :].tolist()
+    num_kept = limit - 10
+    assert len(prompt_of(completion(long_text, **fields))) == num_kept
+
+    long_ids = np.arange(2 * limit, dtype=np.int32) % 300
+    inputs = {**completion("", **fields), "input_ids": long_ids}
+    del inputs["text_input"]
+    assert prompt_of(inputs) == long_ids[-num_kept:].tolist()
 
 
 def test_an_echo_begins_with_the_tokens_that_are_kept(pipeline):

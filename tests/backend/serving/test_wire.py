@@ -60,26 +60,27 @@ def test_sampling_parameters_are_unchanged_after_packing_and_unpacking():
         logit_bias=((7, 1.5),),
         bad_words_token_ids=((1, 2), (3,)),
         grammar=GrammarSpec("regex", "a+", "</think>"),
-        thinking=ThinkingSpec("<think>", "</think>", (9, 10), True, 5),
+        thinking=ThinkingSpec("<think>", "</think>", (9, 10), is_open=True, budget=5),
     )
     assert unpack_params(pack_params(params)) == params
     assert unpack_params(pack_params(SamplingParams())) == SamplingParams()
 
 
-ROWS = st.tuples(
+LOGPROBS = st.floats(max_value=0, allow_nan=False)
+TOKEN_LOGPROBS = st.tuples(  # the fields of TokenLogprobs: token_ids, logprobs and rank
     st.lists(st.integers(0, 99), min_size=1).map(tuple),
-    st.lists(st.floats(max_value=0, allow_nan=False), min_size=1).map(tuple),
+    st.lists(LOGPROBS, min_size=1).map(tuple),
     st.integers(1, 9),
 )
-PARTS = st.builds(
+DELTAS = st.builds(
     SequenceDelta,
-    st.integers(0, 63),
-    st.lists(st.integers(0, 2**31 - 1)).map(tuple),
-    st.lists(st.floats(max_value=0, allow_nan=False)).map(tuple),
-    st.none() | st.lists(ROWS).map(tuple),
-    st.none() | st.lists(st.none() | ROWS).map(tuple),
-    st.integers(0, 4096),
-    st.none() | st.builds(Ending, st.text(), st.none() | st.integers(0, 2**31)),
+    index=st.integers(0, 63),
+    token_ids=st.lists(st.integers(0, 2**31 - 1)).map(tuple),
+    cumulative_logprobs=st.lists(LOGPROBS).map(tuple),
+    logprobs=st.none() | st.lists(TOKEN_LOGPROBS).map(tuple),
+    prompt_logprobs=st.none() | st.lists(st.none() | TOKEN_LOGPROBS).map(tuple),
+    num_cached_tokens=st.integers(0, 4096),
+    ending=st.none() | st.builds(Ending, st.text(), st.none() | st.integers(0, 2**31)),
 )
 OPENINGS = st.builds(Opening, st.binary(), st.lists(st.integers(0, 4095), min_size=1).map(tuple))
 
@@ -87,12 +88,12 @@ OPENINGS = st.builds(Opening, st.binary(), st.lists(st.integers(0, 4095), min_si
 @given(
     st.builds(
         StepState,
-        st.integers(0, 4095),
-        st.integers(1, 2**32 - 1),
-        st.integers(1, 2**31),
-        st.lists(PARTS, max_size=4).map(tuple),
-        st.booleans(),
-        st.none() | OPENINGS,
+        slot=st.integers(0, 4095),
+        serial=st.integers(1, 2**32 - 1),
+        step=st.integers(1, 2**31),
+        deltas=st.lists(DELTAS, max_size=4).map(tuple),
+        is_last=st.booleans(),
+        opening=st.none() | OPENINGS,
     )
 )
 def test_a_step_is_unchanged_after_packing_and_unpacking(state):
@@ -100,20 +101,24 @@ def test_a_step_is_unchanged_after_packing_and_unpacking(state):
 
 
 def test_an_update_is_unchanged_after_packing_and_unpacking():
+    logprobs = TokenLogprobs([5, 6], [-1.0, -2.0], rank=1)
+    prompt_logprobs = TokenLogprobs([5], [-1.0], rank=1)
     update = RequestUpdate(
-        "1",
-        [5],
-        "stop",
-        2,
-        -1.5,
+        request_id="1",
+        new_token_ids=[5],
+        finish_reason="stop",
+        stop_reason=2,
+        cumulative_logprob=-1.5,
         index=3,
-        logprobs=[TokenLogprobs([5, 6], [-1.0, -2.0], 1)],
-        prompt_logprobs=[None, TokenLogprobs([5], [-1.0], 1)],
+        logprobs=[logprobs],
+        prompt_logprobs=[None, prompt_logprobs],
         num_cached_tokens=16,
     )
-    row = msgpack.unpackb(msgpack.packb(pack_update(update)))
-    rows = [list(update.logprobs[0])], [None, list(update.prompt_logprobs[1])]
-    assert unpack_update(row) == replace(update, logprobs=rows[0], prompt_logprobs=rows[1])
+    message = msgpack.unpackb(msgpack.packb(pack_update(update)))
+    # msgpack has no type for named tuples, so the log-probabilities arrive as lists.
+    assert unpack_update(message) == replace(
+        update, logprobs=[list(logprobs)], prompt_logprobs=[None, list(prompt_logprobs)]
+    )
 
 
 GOOD = msgpack.packb([b"params", 1, b"context"])
@@ -123,11 +128,11 @@ GOOD = msgpack.packb([b"params", 1, b"context"])
     "data",
     [
         b"",
-        b"\xc1\xc1",
+        b"\xc1\xc1",  # The byte 0xc1 has no meaning in msgpack.
         GOOD[:-1],
         GOOD + b"\0",
-        b"\xdd\x3b\x9a\xca\x00",
-        b"\x91" * 100_000 + b"\xc0",
+        b"\xdd\x3b\x9a\xca\x00",  # an array of 10**9 items that do not follow
+        b"\x91" * 100_000 + b"\xc0",  # 100,000 nested arrays
         msgpack.packb(7),
         msgpack.packb([b"params"]),
         msgpack.packb([b"params", 1, b"", *[0] * 40]),

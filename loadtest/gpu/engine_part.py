@@ -9,8 +9,9 @@ Each result is one line of JSON; see lines.py. With the environment variable NER
 model is tiny and runs on the CPU.
 """
 
-import argparse
+import collections
 import gc
+import itertools
 import json
 import logging
 import os
@@ -20,18 +21,20 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from nereid_backend import Engine, SamplingParams
 from nereid_backend.attention.cpu import compile_kernels
 from nereid_backend.model import load_weights
 from torch.profiler import ProfilerActivity, profile
 
-from loadtest import command_line
 from loadtest.bench.random_models import SHAPES
+from loadtest.bench.random_prompts import random_prompt
+from loadtest.command_line import Option, parse_command_line
 from loadtest.gpu.lines import LogLines, Rank, emit, report_progress
 from loadtest.gpu.random_engine import random_engine, random_model
 from loadtest.gpu.step_times import StepTimes
@@ -39,6 +42,8 @@ from loadtest.gpu.step_times import StepTimes
 IS_REHEARSAL = bool(os.environ.get("NEREID_REHEARSE"))
 # The number of kernels that a profile shows. The kernels with the longest times are shown.
 _NUM_KERNELS = 15
+# The page size of the KV cache of transformers.
+_PAGE_TOKENS = 32
 # For each kind of kernel, some texts that occur in the names of the kernels.
 _KINDS = {
     "attention": ("decode_kernel", "prefill_kernel", "reduce_kernel", "store_kernel", "flash"),
@@ -67,12 +72,20 @@ class Sizes:
     seconds: float = 15.0
 
 
-_TINY = Sizes((64,), 16, 4, (1, 3), (8.0,), 1.0)
+_TINY = Sizes(prompts=(64,), context=16, answer=4, batches=(1, 3), rates=(8.0,), seconds=1.0)
+OPTIONS = {
+    "--shape": Option("0.6b", "shape of the model", SHAPES),
+    "--settings": Option("{}", "settings of the engine as JSON"),
+    "--fused-norms": Option(False, "use torch's fused RMSNorm"),
+    "--profile": Option(False, "show the longest kernels of steps"),
+    "--arrivals": Option(False, "measure requests that arrive at random times"),
+    "--generate-batch": Option(False, "measure transformers instead"),
+}
 
 
 def main() -> None:
     """Measure what the command line selects."""
-    args = arguments().parse_args()
+    args = parse_command_line(__doc__, OPTIONS)
     logging.getLogger("nereid_backend").addHandler(LogLines())
     logging.getLogger("nereid_backend").setLevel(logging.INFO)
     sizes, shape = (_TINY, "demo") if IS_REHEARSAL else (Sizes(), args.shape)
@@ -83,13 +96,7 @@ def main() -> None:
         return
     settings = {"device": str(device), "num_threads": min(8, os.cpu_count() or 1)}
     if IS_REHEARSAL:
-        # A rehearsal tests this program. Building the CPU kernels would only make the rehearsal
-        # longer.
-        compile_kernels.COMPILERS = ()
-        # As on a GPU, weights are not packed. Inductor cannot compile the layout of oneDNN.
-        settings |= {"kv_cache_memory": "64MiB", "num_threads": 1, "prepack": False}
-        # The check would refuse float8 weights on a CPU, but torch can compute their products.
-        load_weights._check_weight_dtype = lambda *_: None
+        settings |= prepare_rehearsal()
     settings |= json.loads(args.settings)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +110,7 @@ def main() -> None:
         stages=engine.info.seconds,
         attention=engine.info.attention,
     )
-    measured.generate(1, 16, 4)
+    measured.generate(batch=1, context=16, answer=4)  # the first call is slow
     measured.decode()
     measured.prefill()
     if args.profile:
@@ -113,16 +120,29 @@ def main() -> None:
     engine.close()
 
 
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="0.6b", help="shape of the model")
-    parser.add_argument("--settings", default="{}", help="settings of the engine as JSON")
-    parser.add_argument("--fused-norms", action="store_true", help="use torch's fused RMSNorm")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--arrivals", action="store_true")
-    parser.add_argument("--generate-batch", action="store_true")
-    return parser
+def prepare_rehearsal() -> dict[str, Any]:
+    """Let this process run GPU settings on a CPU, and return the settings of a small engine."""
+    # Building the CPU kernels would only make the rehearsal longer.
+    compile_kernels.COMPILERS = ()
+    # The check would refuse float8 weights on a CPU, but torch can compute their products.
+    load_weights._check_weight_dtype = lambda *_: None
+    # As on a GPU, weights are not packed. Inductor cannot compile the layout of oneDNN.
+    return {"kv_cache_memory": "64MiB", "num_threads": 1, "prepack": False}
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request that arrives at a random time. Times are seconds after the start.
+
+    Attributes:
+        due_s: the time of the arrival.
+        prompt: the token ids of the prompt.
+        token_times: the time of each update with tokens of the answer.
+    """
+
+    due_s: float
+    prompt: list[int]
+    token_times: list[float] = field(default_factory=list)
 
 
 class Measured:
@@ -135,9 +155,9 @@ class Measured:
         self._times = StepTimes(engine)
         self._rng = random.Random(0)
 
-    def generate(self, count: int, context: int, answer: int) -> float:
-        """Generate answers for `count` random prompts, and return the seconds."""
-        prompts = self._prompts(count, context)
+    def generate(self, batch: int, context: int, answer: int) -> float:
+        """Generate `batch` answers of `answer` tokens to random prompts, and return the seconds."""
+        prompts = self._prompts(batch, context)
         started = time.perf_counter()
         outputs = self._engine.generate(prompts, self._params(answer))
         assert all(len(output.outputs[0].token_ids) == answer for output in outputs)
@@ -150,19 +170,20 @@ class Measured:
             # The first run compiles kernels and captures graphs.
             self.generate(batch, sizes.context, sizes.answer)
             self._times.spent.clear()
-            before = self._num_replays()
-            whole = self.generate(batch, sizes.context, sizes.answer)
+            num_replays_before = self._num_replays()
+            seconds = self.generate(batch, sizes.context, sizes.answer)
             steps = self._times.summary([batch]).get(str(batch))
-            rate = batch * sizes.answer / whole
             if steps is None:
                 emit(Rank.WRONG, f"{batch} sequences: no pure decode step was measured")
                 continue
+            rate = batch * sizes.answer / seconds
+            num_replays = self._num_replays() - num_replays_before
             emit(
                 Rank.VERDICT,
                 f"{batch} sequences: a decode step takes {steps['step_ms']:.2f} ms, of which the "
                 f"host works {steps['host_ms']:.2f} and launches {steps['forward_ms']:.2f}; "
                 f"{batch / steps['step_ms'] * 1e3:.0f} tokens/s in decode, {rate:.0f} with prompts "
-                f"of {sizes.context}; {self._num_replays() - before} replays",
+                f"of {sizes.context}; {num_replays} replays",
                 batch=batch,
                 tokens_per_s=rate,
                 **steps,
@@ -171,117 +192,106 @@ class Measured:
     def prefill(self) -> None:
         """Measure the time to first token of single prompts."""
         for length in self._sizes.prompts:
-            times = [self.generate(1, length, 1) for _ in range(4)][1:]
-            emit(
-                Rank.VERDICT,
-                f"prompt of {length} tokens: {statistics.median(times) * 1e3:.1f} ms to the first "
-                "token",
-                length=length,
-                milliseconds=statistics.median(times) * 1e3,
-            )
+            self.generate(batch=1, context=length, answer=1)  # the first call is slow
+            times = [self.generate(batch=1, context=length, answer=1) for _ in range(3)]
+            median_ms = statistics.median(times) * 1e3
+            text = f"prompt of {length} tokens: {median_ms:.1f} ms to the first token"
+            emit(Rank.VERDICT, text, length=length, milliseconds=median_ms)
 
     def profiles(self) -> None:
         """Show the longest kernels of decode steps, of a mixed step and of a prompt."""
         sizes = self._sizes
-        most = sizes.batches[-1]
-        prompt = sizes.prompts[0]
-        for batch in (1, most):
+        largest_batch, length = sizes.batches[-1], sizes.prompts[0]
+        for batch in (1, largest_batch):
             self._start(batch)
-            self._profile(f"8 decode steps of {batch} sequences", self._eight_steps)
+            self._profile(f"8 decode steps of {batch} sequences", self._run_eight_steps)
             self._drain()
-        self._start(most)
+        self._start(largest_batch)
         self._engine.add_request("mixed", self._prompts(1, sizes.context)[0], self._params(1))
-        self._profile(f"a step of {most} decodes and a prompt", self._engine.step)
+        self._profile(f"a step of {largest_batch} decodes and a prompt", self._engine.step)
         self._drain()
-        self._profile(f"a prompt of {prompt}", lambda: self.generate(1, prompt, 1))
+        self._profile(f"a prompt of {length}", lambda: self.generate(1, length, 1))
 
     def arrivals(self) -> None:
         """Measure requests that arrive at random times, with prompts of different lengths."""
         for rate in self._sizes.rates:
-            first, gaps = self._serve(rate)
-            if not first or not gaps:
+            answered = [one for one in self._serve(self._arrivals(rate)) if one.token_times]
+            first_ms = [(one.token_times[0] - one.due_s) * 1e3 for one in answered]
+            gaps_ms = [
+                (later - earlier) * 1e3
+                for one in answered
+                for earlier, later in itertools.pairwise(one.token_times)
+            ]
+            if not gaps_ms:
                 emit(Rank.WRONG, f"{rate:g} requests/s: no request was answered")
                 continue
+            first_p50, first_p95 = np.percentile(first_ms, (50, 95))
+            gap_p50, gap_p99 = np.percentile(gaps_ms, (50, 99))
             emit(
                 Rank.VERDICT,
-                f"{rate:g} requests/s: time to first token p50 {_quantile(first, 0.5):.0f} ms, p95 "
-                f"{_quantile(first, 0.95):.0f} ms; time between tokens p50 "
-                f"{_quantile(gaps, 0.5):.1f} ms, p99 {_quantile(gaps, 0.99):.1f} ms",
+                f"{rate:g} requests/s: time to first token p50 {first_p50:.0f} ms, p95 "
+                f"{first_p95:.0f} ms; time between tokens p50 {gap_p50:.1f} ms, p99 "
+                f"{gap_p99:.1f} ms",
                 rate=rate,
-                num_requests=len(first),
+                num_requests=len(answered),
             )
 
-    def _serve(self, rate: float) -> tuple[list[float], list[float]]:
-        """Serve arrivals. Return the milliseconds to first tokens and between later tokens."""
-        sizes = self._sizes
+    def _arrivals(self, rate: float) -> list[Arrival]:
+        """Return requests that arrive at random times, `rate` requests per second on average."""
         times: list[float] = []
-        now = 0.0
-        while (now := now + self._rng.expovariate(rate)) < sizes.seconds:
-            times.append(now)
-        prompts = [
-            self._prompts(1, self._rng.randrange(sizes.context // 8, sizes.context * 2))[0]
-            for _ in times
+        due_s = self._rng.expovariate(rate)
+        while due_s < self._sizes.seconds:
+            times.append(due_s)
+            due_s += self._rng.expovariate(rate)
+        shortest, longest = self._sizes.context // 8, self._sizes.context * 2
+        return [
+            Arrival(due_s, self._prompts(1, self._rng.randrange(shortest, longest))[0])
+            for due_s in times
         ]
-        begun = time.perf_counter()
-        last: dict[str, float] = {}
-        first: list[float] = []
-        gaps: list[float] = []
-        index = 0
-        while index < len(times) or self._engine.has_work():
-            now = time.perf_counter() - begun
-            while index < len(times) and times[index] <= now:
-                params = self._params(sizes.answer)
-                self._engine.add_request(str(index), prompts[index], params)
-                index += 1
+
+    def _serve(self, arrivals: list[Arrival]) -> list[Arrival]:
+        """Add each request when it is due, run steps, and return the requests with their times."""
+        waiting = collections.deque(enumerate(arrivals))
+        params = self._params(self._sizes.answer)
+        started = time.perf_counter()
+        while waiting or self._engine.has_work():
+            now_s = time.perf_counter() - started
+            while waiting and waiting[0][1].due_s <= now_s:
+                number, arrival = waiting.popleft()
+                self._engine.add_request(str(number), arrival.prompt, params)
             if not self._engine.has_work():
-                time.sleep(min(0.005, times[index] - now))
+                time.sleep(min(0.005, waiting[0][1].due_s - now_s))
                 continue
             updates = self._engine.step()
-            now = time.perf_counter() - begun
+            step_end_s = time.perf_counter() - started
             for update in updates:
-                name = update.request_id
-                if name in last:
-                    gaps.append((now - last[name]) * 1e3)
-                else:
-                    first.append((now - times[int(name)]) * 1e3)
-                last[name] = now
-        return first, gaps
+                arrivals[int(update.request_id)].token_times.append(step_end_s)
+        return arrivals
 
     def _profile(self, name: str, work: Callable[[], object]) -> None:
         """Print the longest kernels of some work, and the share of each kind of kernel."""
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities = [ProfilerActivity.CUDA]
-            torch.cuda.synchronize()
-        with profile(activities=activities) as recorded:
-            started = time.perf_counter()
-            work()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            whole_us = (time.perf_counter() - started) * 1e6
-        spent: dict[str, list[float]] = defaultdict(list)
+        recorded, seconds = _profiled(work)
+        durations_us: dict[str, list[float]] = defaultdict(list)
         for event in recorded.events() or []:
             duration = event.device_time if torch.cuda.is_available() else event.self_cpu_time_total
-            spent[event.name].append(duration)
-        kinds: dict[str, float] = defaultdict(float)
-        for kernel, durations in spent.items():
-            kinds[_kind_of(kernel)] += sum(durations)
-        busy_us = sum(kinds.values())
-        shares = ", ".join(f"{kind} {part / whole_us:.0%}" for kind, part in sorted(kinds.items()))
-        gaps = max(0.0, 1 - busy_us / whole_us)
+            durations_us[event.name].append(duration)
+        kinds_us: dict[str, float] = defaultdict(float)
+        for kernel, durations in durations_us.items():
+            kinds_us[_kind_of(kernel)] += sum(durations)
+        whole_us = seconds * 1e6
+        shares = ", ".join(f"{kind} {us / whole_us:.0%}" for kind, us in sorted(kinds_us.items()))
+        gaps = max(0.0, 1 - sum(kinds_us.values()) / whole_us)
+        num_calls = sum(map(len, durations_us.values()))
         emit(
             Rank.VERDICT,
-            f"{name}: {whole_us / 1e3:.2f} ms, {sum(map(len, spent.values()))} kernels; {shares}, "
-            f"gaps {gaps:.0%}",
+            f"{name}: {seconds * 1e3:.2f} ms, {num_calls} kernels; {shares}, gaps {gaps:.0%}",
         )
-        longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:_NUM_KERNELS]
+        longest = sorted(durations_us.items(), key=lambda item: -sum(item[1]))[:_NUM_KERNELS]
         for kernel, durations in longest:
-            emit(
-                Rank.FIGURE,
-                f"{name}: {sum(durations):.0f} us in {len(durations)} calls of {kernel[:90]}",
-            )
+            calls = f"{sum(durations):.0f} us in {len(durations)} calls of {kernel[:90]}"
+            emit(Rank.FIGURE, f"{name}: {calls}")
 
-    def _eight_steps(self) -> None:
+    def _run_eight_steps(self) -> None:
         for _ in range(8):
             self._engine.step()
 
@@ -294,12 +304,13 @@ class Measured:
             num_running = len(self._engine.step())
 
     def _drain(self) -> None:
+        """Run steps until all requests have ended."""
         while self._engine.has_work():
             self._engine.step()
 
     def _prompts(self, count: int, length: int) -> list[list[int]]:
-        vocab = self._engine.info.vocab_size
-        return [[self._rng.randrange(3, vocab) for _ in range(length)] for _ in range(count)]
+        vocab_size = self._engine.info.vocab_size
+        return [random_prompt(self._rng, vocab_size, length) for _ in range(count)]
 
     def _params(self, answer: int) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
@@ -316,19 +327,19 @@ def measure_generate_batch(shape: str, dtype: str, device: torch.device, sizes: 
     model: Any = random_model(shape, getattr(torch, dtype), device, "sdpa")
     rng = random.Random(0)
     batch = sizes.batches[-1]
-    prompts = [
-        [rng.randrange(3, model.config.vocab_size) for _ in range(sizes.context)]
-        for _ in range(batch)
-    ]
-    tokens = batch * (sizes.context + sizes.answer + 64)
+    vocab_size = model.config.vocab_size
+    prompts = [random_prompt(rng, vocab_size, sizes.context) for _ in range(batch)]
+    num_tokens = batch * (sizes.context + sizes.answer + 64)
     pages = ContinuousBatchingConfig(
-        page_size=32, num_blocks=tokens // 32 + 1, max_batch_tokens=max(512, batch)
+        page_size=_PAGE_TOKENS,
+        num_blocks=num_tokens // _PAGE_TOKENS + 1,
+        max_batch_tokens=max(512, batch),
     )
-    for attempt in range(2):
+    generation = GenerationConfig(
+        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=sizes.answer
+    )
+    for run in (1, 2):
         started = time.perf_counter()
-        generation = GenerationConfig(
-            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=sizes.answer
-        )
         model.generate_batch(
             inputs=prompts, generation_config=generation, continuous_batching_config=pages
         )
@@ -336,10 +347,25 @@ def measure_generate_batch(shape: str, dtype: str, device: torch.device, sizes: 
         gc.collect()
         emit(
             Rank.VERDICT,
-            f"generate_batch of transformers, {batch} sequences, run {attempt + 1}: {rate:.0f} "
+            f"generate_batch of transformers, {batch} sequences, run {run}: {rate:.0f} "
             f"tokens/s with prompts of {sizes.context}",
             tokens_per_s=rate,
         )
+
+
+def _profiled(work: Callable[[], object]) -> tuple[profile, float]:
+    """Run some work. Return the profile of its kernels, and the seconds."""
+    has_gpu = torch.cuda.is_available()
+    activity = ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU
+    if has_gpu:
+        torch.cuda.synchronize()
+    with profile(activities=[activity]) as recorded:
+        started = time.perf_counter()
+        work()
+        if has_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    return recorded, seconds
 
 
 def _kind_of(kernel: str) -> str:
@@ -349,12 +375,6 @@ def _kind_of(kernel: str) -> str:
         if any(name in lowered for name in names):
             return kind
     return "other kernels"
-
-
-def _quantile(values: list[float], share: float) -> float:
-    """Return the value that `share` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 if __name__ == "__main__":

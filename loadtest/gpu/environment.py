@@ -30,10 +30,10 @@ def engine_packages() -> dict[str, str]:
     """
     project = tomllib.loads((ROOT / "backend" / "pyproject.toml").read_text())["project"]
     needed = dict(KERNEL_PACKAGES)
-    for line in project["dependencies"]:
-        found = re.match(r"([\w-]+)>=([\d.]+)", line)
-        if found is not None and found[1] in (*KERNEL_PACKAGES, *_ENGINE_PACKAGES):
-            needed[found[1]] = found[2]
+    for requirement in project["dependencies"]:
+        match = re.match(r"(?P<name>[\w-]+)>=(?P<version>[\d.]+)", requirement)
+        if match and match["name"] in (*KERNEL_PACKAGES, *_ENGINE_PACKAGES):
+            needed[match["name"]] = match["version"]
     return needed | _NEEDED_BY_PYDANTIC
 
 
@@ -43,15 +43,15 @@ def problems(needed: dict[str, str]) -> list[str]:
     Args:
         needed: the lowest version of each package, by name.
     """
-    found = []
-    for name, least in needed.items():
+    sentences = []
+    for name, lowest in needed.items():
         installed = installed_version(name)
-        remedy = "" if least == _ANY_VERSION else f" Version {least} or later is needed."
+        remedy = "" if lowest == _ANY_VERSION else f" Version {lowest} or later is needed."
         if installed is None:
-            found.append(f"The package {name} is missing.{remedy}")
-        elif numbers(installed) < numbers(least):
-            found.append(f"The package {name} {installed} is too old.{remedy}")
-    return found
+            sentences.append(f"The package {name} is missing.{remedy}")
+        elif numbers(installed) < numbers(lowest):
+            sentences.append(f"The package {name} {installed} is too old.{remedy}")
+    return sentences
 
 
 def installed_version(name: str) -> str | None:
@@ -66,8 +66,8 @@ def installed_version(name: str) -> str | None:
 
 def numbers(text: str) -> tuple[int, ...]:
     """Return the numbers of a version. Example: "2.11.0+cu130" gives (2, 11, 0)."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def unpack_wheels(wheels: Path, target: Path) -> list[str]:
@@ -98,7 +98,7 @@ def all_versions() -> dict[str, str]:
     If a package is installed in two folders, return the version in the folder that Python searches
     first.
     """
-    found: dict[str, str] = {}
-    for one in distributions():
-        found.setdefault(str(one.metadata["Name"]), one.version)
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+    versions: dict[str, str] = {}
+    for package in distributions():
+        versions.setdefault(str(package.metadata["Name"]), package.version)
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))

@@ -1,5 +1,6 @@
 """Run the parts of a call in processes with time limits, and write the results after each part."""
 
+import dataclasses
 import datetime
 import itertools
 import json
@@ -27,6 +28,23 @@ _PAUSE_S = 0.1
 _REHEARSAL_PATIENCE = 8.0
 
 
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """The results of one finished part.
+
+    Attributes:
+        name: the name of the part.
+        seconds: the duration.
+        lines: the results that the part printed; see lines.py.
+        error: a description of the failure; empty if the part succeeded.
+    """
+
+    name: str
+    seconds: float
+    lines: list[dict[str, Any]]
+    error: str = ""
+
+
 @dataclass(slots=True)
 class Results:
     """The results of a call so far, and the files in which they are written.
@@ -35,14 +53,14 @@ class Results:
         call: the name of the call.
         folder: the folder of the files.
         is_rehearsal: whether the parts ran on a CPU at tiny sizes.
-        parts: for each finished part, its name, its seconds, its lines, and its error if it failed.
+        parts: the results of the finished parts.
         left_out: sentences about the parts that did not run.
     """
 
     call: str
     folder: Path
     is_rehearsal: bool
-    parts: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[PartResult] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -55,17 +73,17 @@ class Results:
     def has_failed(self) -> bool:
         """Whether a part failed, or a kernel differs from its reference."""
         return any(
-            part["error"] or any(line["rank"] == Rank.WRONG for line in part["lines"])
+            part.error or any(line["rank"] == Rank.WRONG for line in part.lines)
             for part in self.parts
         )
 
-    def add(self, part: dict[str, Any]) -> None:
+    def add(self, part: PartResult) -> None:
         """Add a finished part, print its results, and write the files."""
         self.parts.append(part)
-        for line in part["lines"]:
-            print(f"{part['name']}: {line['text']}", flush=True)
-        if part["error"]:
-            print(f"{part['name']}: FAILED: {part['error']}", flush=True)
+        for line in part.lines:
+            print(f"{part.name}: {line['text']}", flush=True)
+        if part.error:
+            print(f"{part.name}: FAILED: {part.error}", flush=True)
         self.write()
 
     def write(self) -> None:
@@ -76,7 +94,7 @@ class Results:
             "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
             "is_rehearsal": self.is_rehearsal,
             "seconds": time.monotonic() - self.started,
-            "parts": self.parts,
+            "parts": [dataclasses.asdict(part) for part in self.parts],
             "left_out": self.left_out,
         }
         (self.folder / f"{self.call}.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -84,31 +102,26 @@ class Results:
 
     def markdown(self) -> str:
         """Return the results as Markdown, the most important lines first."""
-        lines = [
-            (Rank.WRONG, f"{p['name']}: FAILED: {p['error']}") for p in self.parts if p["error"]
+        title = f"# {self.call}{', a rehearsal' if self.is_rehearsal else ''}"
+        results = [
+            f"- **WRONG** {text}" if rank == Rank.WRONG else f"- {text}"
+            for rank, text in self._ranked_texts()
         ]
-        lines += [
-            (line["rank"], f"{part['name']}: {line['text']}")
-            for part in self.parts
-            for line in part["lines"]
+        left_out = [f"- Left out: {text}" for text in self.left_out]
+        times = [f"| {part.name} | {part.seconds:.0f} |" for part in self.parts]
+        times.append(f"| all | {time.monotonic() - self.started:.0f} |")
+        head = ["| part | seconds |", "|---|---|"]
+        return "\n".join([title, "", *results, "", *left_out, "", *head, *times, ""])
+
+    def _ranked_texts(self) -> list[tuple[int, str]]:
+        """Return the rank and the text of each result and failure, sorted by rank."""
+        failures = [(part.name, part.error) for part in self.parts if part.error]
+        ranked: list[tuple[int, str]] = [
+            (Rank.WRONG, f"{name}: FAILED: {error}") for name, error in failures
         ]
-        lines.sort(key=lambda line: line[0])
-        title = f"{self.call}{', a rehearsal' if self.is_rehearsal else ''}"
-        return "\n".join(
-            [
-                f"# {title}",
-                "",
-                *[f"- {'**WRONG** ' if rank == Rank.WRONG else ''}{text}" for rank, text in lines],
-                "",
-                *[f"- Left out: {text}" for text in self.left_out],
-                "",
-                "| part | seconds |",
-                "|---|---|",
-                *[f"| {part['name']} | {part['seconds']:.0f} |" for part in self.parts],
-                f"| all | {time.monotonic() - self.started:.0f} |",
-                "",
-            ]
-        )
+        for part in self.parts:
+            ranked += [(line["rank"], f"{part.name}: {line['text']}") for line in part.lines]
+        return sorted(ranked, key=lambda pair: pair[0])
 
 
 @dataclass(slots=True)
@@ -122,27 +135,26 @@ class _Running:
     started: float
     end: float
 
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> PartResult | None:
         """Return the results of the part, or None if it still runs and has time left."""
         code = self.process.poll()
-        is_late = time.monotonic() > self.end
-        if code is None and not is_late:
+        if code is None and time.monotonic() <= self.end:
             return None
         seconds = time.monotonic() - self.started
         self.kill()
+        last_line = self._last_line()
         error = ""
-        if code is None:
-            error = f"no end after {seconds:.0f} s; the last line of its log is: {self._last()}"
-        elif code != 0:
-            error = f"exit code {code}; the last line of its log is: {self._last()}"
+        if code != 0:
+            reason = f"no end after {seconds:.0f} s" if code is None else f"exit code {code}"
+            error = f"{reason}; the last line of its log is: {last_line}"
         lines = parsed(_text_of(self.output))
         if not lines and not error:
             # Programs such as pytest do not print results as JSON, but their last line is a
             # summary.
-            lines = [{"rank": Rank.DETAIL, "text": self._last(), "data": {}}]
+            lines = [{"rank": Rank.DETAIL, "text": last_line, "data": {}}]
         self.output.close()
         self.errors.close()
-        return {"name": self.part.name, "seconds": seconds, "lines": lines, "error": error}
+        return PartResult(self.part.name, seconds, lines, error)
 
     def kill(self) -> None:
         """Kill the process and all processes that it started."""
@@ -152,9 +164,9 @@ class _Running:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def _last(self) -> str:
-        log = _text_of(self.output).strip() + "\n" + _text_of(self.errors).strip()
-        log = log.strip()
+    def _last_line(self) -> str:
+        """Return the last line of the errors, or else of the output."""
+        log = f"{_text_of(self.output).strip()}\n{_text_of(self.errors)}".strip()
         return (log.splitlines() or ["-"])[-1][:300]
 
 
@@ -177,8 +189,8 @@ def run_call(
     """
     end = time.monotonic() + (limit_s or call.limit_s * results.patience)
     for _, group in itertools.groupby(call.parts, key=lambda part: part.group or part.name):
-        wanted = [part for part in group if _can_run(part, results, can_run_engine, end)]
-        run_together(wanted, results, environment, end)
+        runnable = [part for part in group if _can_run(part, results, can_run_engine, end)]
+        run_together(runnable, results, environment, end)
 
 
 def run_together(
@@ -198,10 +210,9 @@ def run_together(
             running.append(_start(part, environment, results, end))
         while running:
             for one in list(running):
-                found = one.result()
-                if found is not None:
+                if result := one.result():
                     running.remove(one)
-                    results.add(found)
+                    results.add(result)
             time.sleep(_PAUSE_S)
     finally:
         for one in running:

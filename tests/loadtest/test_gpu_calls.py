@@ -14,7 +14,7 @@ from loadtest.gpu.__main__ import child_environment
 from loadtest.gpu.calls import Call, Part, calls
 from loadtest.gpu.environment import ROOT
 from loadtest.gpu.lines import Rank, report_progress
-from loadtest.gpu.run_parts import Results, run_call
+from loadtest.gpu.run_parts import PartResult, Results, run_call
 
 # The time limit of each call in minutes.
 MINUTES = {"checks": 6, "model": 8, "compiled": 8, "attention": 6}
@@ -56,9 +56,9 @@ def test_a_part_that_hangs_is_killed_and_keeps_the_results_that_it_printed(run):
     )
     assert time.monotonic() - started < 60
     hung, following = results.parts
-    assert [line["text"] for line in hung["lines"]] == ["step 5 ms"]
-    assert "no end after" in hung["error"]
-    assert following["error"] == ""
+    assert [line["text"] for line in hung.lines] == ["step 5 ms"]
+    assert "no end after" in hung.error
+    assert following.error == ""
     assert results.has_failed
 
 
@@ -127,7 +127,7 @@ def test_every_call_ends_within_its_minutes():
 def test_a_wrong_kernel_fails_the_call(tmp_path):
     results = Results("checks", tmp_path, is_rehearsal=False)
     line = {"rank": int(Rank.WRONG), "text": "differs by 0.2", "data": {}}
-    results.add({"name": "kernels", "seconds": 1.0, "lines": [line], "error": ""})
+    results.add(PartResult("kernels", seconds=1.0, lines=[line]))
     assert results.has_failed
     assert "- **WRONG** kernels: differs by 0.2" in results.markdown()
 

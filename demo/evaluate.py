@@ -113,6 +113,7 @@ class Examinee:
         return answers
 
     def _answer_batch(self, prompts: list[str], max_new_tokens: int) -> list[str]:
+        """Continue prompts that are padded on the left to the same length."""
         batch = self.tokenizer(prompts, return_tensors="pt", padding=True)
         prompt_length = batch["input_ids"].shape[1]
         with torch.inference_mode():
@@ -184,6 +185,7 @@ def accuracy(examinee: Examinee, dialogues: list[Dialogue], show_wrong: bool) ->
 
 
 def _print_wrong(dialogue: Dialogue, answer: str) -> None:
+    """Print the request, the right answer and the wrong answer."""
     message = dialogue.messages[-1]
     print(f"  offered: {[tool['function']['name'] for tool in dialogue.tools]}")
     print(f"  asked:   {dialogue.messages[-2]['content']!r}")

@@ -276,6 +276,7 @@ def make_questions(drawing: Drawing, rng: Random) -> list[Question]:
 
 
 def _background(drawing: Drawing, rng: Random) -> list[Question]:
+    """Ask for the colour of the background."""
     colour = _colour_word(rng)
     text = rng.choice([f"What {colour} is the background?", f"Which {colour} is behind it?"])
     return [Question("background", text, _as_sentence(drawing.background))]
@@ -303,6 +304,7 @@ def _describe(drawing: Drawing, rng: Random) -> list[Question]:
 
 
 def _read_digit(drawing: Drawing, rng: Random) -> list[Question]:
+    """Ask for the digit and for its colour."""
     item = drawing.items[0]
     digit = rng.choice(["digit", "number"])
     text = rng.choice(
@@ -316,6 +318,7 @@ def _read_digit(drawing: Drawing, rng: Random) -> list[Question]:
 
 
 def _count_all(drawing: Drawing, rng: Random) -> list[Question]:
+    """Ask for the number of shapes."""
     thing = rng.choice(["shapes", "things", "objects"])
     text = f"How many {thing} {rng.choice(['are there', 'do you see', 'are in the picture'])}?"
     return [Question("count", text, _as_sentence(WORDS[len(drawing.items)]))]

@@ -340,6 +340,7 @@ def _generic(rng: Random) -> _Invented:
 
 
 def _list(rng: Random) -> _Invented:
+    """Invent a list of words, which the user writes as `red, blue and old`."""
     key = rng.choice(_LIST_KEYS)
     source = rng.choice((words.NOUNS, words.ADJECTIVES, words.FIRST_NAMES, words.CITIES))
 

@@ -378,6 +378,7 @@ def counted_list(rng: Random) -> Fact:
 
 
 def _opposite(rng: Random) -> Fact:
+    """Draw a question such as `What is the opposite of hot?`."""
     word = rng.choice(list(_OPPOSITES))
     other = _OPPOSITES[word]
     if rng.random() < 0.5:
@@ -391,6 +392,7 @@ def _opposite(rng: Random) -> Fact:
 
 
 def _colour(rng: Random) -> Fact:
+    """Draw a question such as `What colour is grass?`."""
     thing = rng.choice(list(_COLOURS))
     colour = _COLOURS[thing]
     wordings = ("What colour is {0}?", "What color is {0}?", "Which colour has {0}?")
@@ -403,6 +405,7 @@ def _colour(rng: Random) -> Fact:
 
 
 def _sound(rng: Random) -> Fact:
+    """Draw a question such as `What does a cow say?`."""
     animal = rng.choice(list(_SOUNDS))
     sound = _SOUNDS[animal]
     wordings = ("What sound does a {0} make?", "What does a {0} say?", "How does a {0} sound?")
@@ -415,6 +418,7 @@ def _sound(rng: Random) -> Fact:
 
 
 def _legs(rng: Random) -> Fact:
+    """Draw a question such as `How many legs does a spider have?`."""
     name = rng.choice(list(_LEGS))
     animal, number = with_article(name), int(_LEGS[name])
     wordings = ("How many legs does {0} have?", "How many legs has {0}?")
@@ -427,6 +431,7 @@ def _legs(rng: Random) -> Fact:
 
 
 def _yes_or_no(rng: Random) -> Fact:
+    """Draw a question such as `Is the sky blue?`."""
     is_true = rng.random() < 0.5
     question = rng.choice(_TRUE if is_true else _FALSE)
     values: Message = dict.fromkeys(("answer", "is_true", "correct", "value", "result"), is_true)

@@ -74,6 +74,7 @@ def _text_about_person(rng: Random, *, is_known: bool, asks_for_person: bool) ->
 
 
 def _new_person(rng: Random) -> Person:
+    """Draw a person who is not in the fixed world."""
     return Person(
         name=words.first_name(rng),
         city=words.city(rng),

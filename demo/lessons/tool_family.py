@@ -192,6 +192,7 @@ def sentence(returned: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _value_text(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    """Return a value in words: `yes` for True, and `red and blue` for a list."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

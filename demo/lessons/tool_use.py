@@ -201,6 +201,7 @@ def _explicit_template(rng: Random, tool: Tool) -> str:
 
 
 def _explicit_value(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    """Return the text of a value: `red, blue` for a list, and `true` for True."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return json.dumps(value) if isinstance(value, bool) else str(value)
@@ -218,6 +219,7 @@ def _same_tool_twice(rng: Random, tool: Tool) -> list[Call]:
     while True:
         request = _request(rng, tool)
         is_mentioned = slot in _slots(request.template)
+        # The user must write the first value as it stands in the call, like the second value.
         if is_mentioned and str(request.written[slot]) == str(request.values[slot]):
             break
     other = tool.family.fill(rng).values[slot]

@@ -44,17 +44,15 @@ def title(rng: Random) -> str:
 
 
 def date(rng: Random) -> str:
-    """Draw a day in one of the usual forms."""
+    """Draw a day in one of the usual forms: `2025-03-07`, `7 March`, `March 7` or `Friday`."""
     chance = rng.random()
     day = rng.randint(1, 28)
     if chance < 0.35:
         return f"20{rng.randint(23, 27)}-{rng.randint(1, 12):02d}-{day:02d}"
+    if chance < 0.5:
+        return f"{day} {rng.choice(words.MONTHS)}"
     if chance < 0.6:
-        return (
-            f"{day} {rng.choice(words.MONTHS)}"
-            if chance < 0.5
-            else f"{rng.choice(words.MONTHS)} {day}"
-        )
+        return f"{rng.choice(words.MONTHS)} {day}"
     return rng.choice(_WEEKDAYS)
 
 
@@ -62,7 +60,7 @@ _WEEKDAYS = words.split("Monday Tuesday Wednesday Thursday Friday Saturday Sunda
 
 
 def clock(rng: Random) -> str:
-    """Draw a time of day in one of the usual forms."""
+    """Draw a time of day in one of the usual forms: `07:45`, `7 pm` or `7:30 pm`."""
     chance = rng.random()
     hour = rng.randint(1, 12)
     if chance < 0.5:

@@ -213,6 +213,33 @@ def test_the_result_of_a_function_becomes_that_of_a_tool_if_the_template_would_o
     assert rendered == "user: x;assistant: ;function: 5;"
 
 
+def test_consecutive_messages_are_merged_if_the_template_requires_alternating_roles():
+    alternating = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) or not m.content"
+        " %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }};{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    rendered = renderer_of(alternating).render(messages)
+    assert rendered == "user: a\n\nb;assistant: c\n\nd;"
+    system = {"role": "system", "content": "s"}
+    rendered = renderer_of(alternating).render([system, *messages[3:]])
+    assert rendered == "user: s;assistant: c\n\nd;"
+    rendered = renderer_of(alternating).render([system, *messages[:4], system])
+    assert rendered == "user: s\n\na\n\nb;assistant: c;user: s;"
+    every_order = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    rendered = renderer_of(every_order).render(messages)
+    assert rendered == "user: a;assistant: ;user: b;assistant: c;assistant: d;"
+    with pytest.raises(RequestError, match="roles must alternate"):
+        renderer_of(alternating).render(messages[3:])
+
+
 ONLY_FIRST_SYSTEM_MESSAGE = (
     "{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.role }}: "
     "{{ m.content }};{% else %}LATER{% endif %}{% endfor %}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nereid_parsers import TemplateError
 
 from nereid_backend.errors import RequestError
+from nereid_backend.serving.tokenizer.alternating_roles import alternating_messages
 from nereid_backend.serving.tokenizer.chat_tools import with_optional_fields
 from nereid_backend.serving.tokenizer.message_reasoning import with_thinking_part
 from nereid_backend.serving.tokenizer.system_messages import (
@@ -122,6 +123,12 @@ class ChatTemplateRenderer:
                 with contextlib.suppress(RequestError):
                     return self.render(
                         messages, continue_final_message=continue_final_message, **arguments
+                    )
+            for other_messages in alternating_messages(adapted_messages):
+                with contextlib.suppress(ContinuationRefused, LimitError, RenderRefused):
+                    return features.template.render(
+                        template_variables | {"messages": other_messages},
+                        continue_final_message=continue_final_message,
                     )
             problem = f"the chat template cannot render this chat: {error}"
             if isinstance(error.__cause__, RaisedByTemplate):

@@ -24,14 +24,20 @@ def merge_first_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict
     if num_first < 2:
         return list(messages)
     contents = [message.get("content") or "" for message in messages[:num_first]]
-    merged: str | list[Any]
-    if all(isinstance(content, str) for content in contents):
-        merged = _SEPARATOR.join(contents)
-    else:  # At least one of the messages contains an image.
-        separator = as_parts(_SEPARATOR)
-        lists = [[*as_parts(content), *separator] for content in contents]
-        merged = list(itertools.chain.from_iterable(lists))[: -len(separator)]
+    merged = join_contents(contents)
     return [{**messages[0], "content": merged}, *messages[num_first:]]
+
+
+def join_contents(contents: Sequence[str | list[Any]]) -> str | list[Any]:
+    r"""Join the contents of messages with blank lines. Contents with images become lists of parts.
+
+    Example: "Be brief." and "Be kind." return "Be brief.\n\nBe kind."
+    """
+    if all(isinstance(content, str) for content in contents):
+        return _SEPARATOR.join(map(str, contents))
+    separator = as_parts(_SEPARATOR)
+    lists = [[*as_parts(content), *separator] for content in contents]
+    return list(itertools.chain.from_iterable(lists))[: -len(separator)]
 
 
 def with_later_system_messages_as_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges messages for chat templates in which the user and the assistant must alternate."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nereid_backend.serving.tokenizer.system_messages import (
+    SYSTEM_ROLES,
+    join_contents,
+    with_later_system_messages_as_user,
+)
+
+_MERGED_ROLES = ("user", "assistant")
+
+
+def alternating_messages(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield chats with the same texts for a chat template that has refused `messages`.
+
+    Some templates, such as those of Mistral, refuse two messages of the user in a row, which agents
+    send, for example, after the user has interrupted an answer. Some, such as that of Gemma 2, also
+    refuse the role system. Chats that are equal to `messages` are left out.
+    """
+    without_later = merge_consecutive_messages(with_later_system_messages_as_user(messages))
+    if without_later != messages:
+        yield without_later
+    if messages and messages[0]["role"] in SYSTEM_ROLES:
+        as_user = {**messages[0], "role": "user"}
+        yield merge_consecutive_messages([as_user, *without_later[1:]])
+
+
+def merge_consecutive_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    r"""Merge consecutive messages of the user, and consecutive messages of the assistant.
+
+    Messages of the assistant without content and tool calls are left out. A message with tool calls
+    is not merged with the next message.
+
+    Example: two messages of the user with the contents "Hi" and "Stop" become one message with the
+    content "Hi\n\nStop".
+    """
+    groups: list[list[dict[str, Any]]] = []
+    for message in messages:
+        has_output = bool(message.get("content") or message.get("tool_calls"))
+        if message["role"] == "assistant" and not has_output:
+            continue
+        last = groups[-1][-1] if groups else {}
+        has_same_role = last.get("role") == message["role"] and message["role"] in _MERGED_ROLES
+        if has_same_role and not last.get("tool_calls"):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [_merge(group) for group in groups]
+
+
+def _merge(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one message with the contents of all messages, which have the same role."""
+    if len(messages) == 1:
+        return messages[0]
+    contents = [message["content"] for message in messages if message.get("content")]
+    merged: dict[str, Any] = {}
+    for message in messages:
+        merged |= message
+    return {**merged, "content": join_contents(contents)}

@@ -135,6 +135,11 @@ class ChatProcessor:
         """
         self.limits = limits or ImageLimits()
         self.processor: Any = load_processor(folder, config)
+        if getattr(self.processor, "chat_template", None) is None:
+            # The chat template can be in tokenizer_config.json, from which transformers reads it
+            # only for the tokenizer.
+            tokenizer = getattr(self.processor, "tokenizer", None)
+            self.processor.chat_template = getattr(tokenizer, "chat_template", None)
         # For each kind of media that the processor does not accept, `refused` contains the reason.
         # The kinds are "images", "videos" and "audio".
         self.refused = refused_kinds(self.processor)
@@ -163,7 +168,7 @@ class ChatProcessor:
     @property
     def has_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return _chat_template(self.processor) is not None
+        return self.processor.chat_template is not None
 
     def prepare_with_media(
         self,
@@ -420,14 +425,6 @@ def _takes_token_types(config: PretrainedConfig) -> bool:
     name = (getattr(config, "architectures", None) or [""])[0]
     forward = getattr(getattr(transformers, name, None), "forward", None)
     return forward is not None and _MM_TOKEN_TYPES in inspect.signature(forward).parameters
-
-
-def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
-    """Return the chat template of a processor, or of its tokenizer if the processor has none."""
-    template = getattr(processor, "chat_template", None)
-    if template is None:
-        template = getattr(getattr(processor, "tokenizer", None), "chat_template", None)
-    return template
 
 
 def _parts(content: Any) -> Any:  # noqa: ANN401 - the content of a message

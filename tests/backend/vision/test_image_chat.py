@@ -3,7 +3,9 @@
 import base64
 import dataclasses
 import io
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -258,6 +260,22 @@ def test_a_request_chooses_whether_special_tokens_are_added_to_a_prompt_with_ima
     assert [num_bos(text) for text in ("", "<s>")] == [1, 1]
     assert [num_bos(text, add_special_tokens=True) for text in ("", "<s>")] == [1, 2]
     assert [num_bos(text, add_special_tokens=False) for text in ("", "<s>")] == [0, 1]
+
+
+def test_images_are_accepted_if_the_chat_template_is_in_the_config_of_the_tokenizer(tmp_path):
+    folder = shutil.copytree(Path(__file__).parents[3] / "demo" / "see", tmp_path / "see")
+    file = folder / "tokenizer_config.json"
+    template = (folder / "chat_template.jinja").read_text()
+    question = chat([picture(1, 60, 40)], "What is this?")
+
+    def token_ids():
+        processor = ChatProcessor(folder, AutoConfig.from_pretrained(folder))
+        return processor.prepare(question).token_ids
+
+    expected = token_ids()
+    (folder / "chat_template.jinja").unlink()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    assert token_ids() == expected
 
 
 def test_a_model_that_neither_texts_nor_images_fit_is_refused_with_both_reasons(tmp_path):

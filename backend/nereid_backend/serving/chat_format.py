@@ -24,6 +24,7 @@ _POLICY_OF_SETTING = {"lenient": LENIENT, "strict": STRICT}
 _FORMAT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
+    "processor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "additional_chat_templates/*.jinja",

@@ -156,9 +156,10 @@ def _describe_template(folder: Path) -> str:
     for name in ("chat_template.jinja", "chat_template.json"):
         if (folder / name).is_file():
             return name
-    file = folder / "tokenizer_config.json"
-    if file.is_file() and "chat_template" in file.read_text(encoding="utf-8"):
-        return "in tokenizer_config.json"
+    for name in ("processor_config.json", "tokenizer_config.json"):
+        file = folder / name
+        if file.is_file() and '"chat_template":' in file.read_text(encoding="utf-8"):
+            return f"in {name}"
     return "none, so the server answers completions but no chats"
 
 

@@ -38,9 +38,9 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
     The format of the model's output is inferred from these texts. A template file contains only the
     chat template.
 
-    In a checkpoint, the chat template is in a .jinja file, or else in chat_template.json, or else
-    in tokenizer_config.json, as in transformers. If there are several named templates, the template
-    "tool_use" is used, or else the template "default".
+    In a checkpoint, the chat template is in a .jinja file, or else in chat_template.json,
+    processor_config.json or tokenizer_config.json, as in transformers. If there are several named
+    templates, the template "tool_use" is used, or else the template "default".
 
     Raises:
         FormatError: The path is neither a folder nor a file, or a JSON file is malformed.
@@ -68,8 +68,8 @@ def _read_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[Any, o
     """Read the chat templates of a checkpoint, as a dict from the name to the source of a template.
 
     The templates are those of the first source that contains any: the .jinja files,
-    chat_template.json, or tokenizer_config.json, whose content is `tokenizer_config`. The result is
-    {} if there are no templates.
+    chat_template.json, processor_config.json, or tokenizer_config.json, whose content is
+    `tokenizer_config`. The result is {} if there are no templates.
 
     Raises:
         FormatError: chat_template.json is not a valid JSON file, even if it is not used, or a file
@@ -80,8 +80,10 @@ def _read_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[Any, o
     json_file = _read_json(path / "chat_template.json")  # {} if there is no such file.
     if jinja_templates:
         return jinja_templates
-    config = json_file if "chat_template" in json_file else tokenizer_config
-    return _templates_by_name(config.get("chat_template"))
+    for config in (json_file, _read_json(path / "processor_config.json")):
+        if config.get("chat_template") is not None:
+            return _templates_by_name(config["chat_template"])
+    return _templates_by_name(tokenizer_config.get("chat_template"))
 
 
 def _read_jinja_files(path: Path) -> dict[Any, object]:

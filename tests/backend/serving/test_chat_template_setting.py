@@ -47,13 +47,14 @@ def test_the_template_and_its_defaults_apply_to_chats(template, tmp_path, monkey
     assert prompt_of(chat_template_kwargs={"style": "Long: "}) == turns + "Long: "
 
 
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
 @pytest.mark.parametrize(
     "stored", ["JSON", {"default": "JSON"}, [{"name": "default", "template": "JSON"}]]
 )
-def test_a_template_in_chat_template_json_applies_to_chats(stored, tmp_path):
+def test_a_template_in_a_file_of_a_processor_applies_to_chats(stored, name, tmp_path):
     folder = tmp_path / "chat"
     shutil.copytree(MODEL, folder)
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": stored}))
+    (folder / name).write_text(json.dumps({"chat_template": stored}))
     body = {"messages": [{"role": "user", "content": "Hi"}]}
 
     def rendered_prompt():

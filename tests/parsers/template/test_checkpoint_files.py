@@ -18,6 +18,12 @@ def test_chat_template_json_precedes_the_config(checkpoint):
     assert read_checkpoint(folder).template == "new"
 
 
+def test_the_template_in_the_config_of_a_processor_is_read(checkpoint):
+    new = json.dumps({"chat_template": "new"})
+    folder = checkpoint({"chat_template": "old"}, processor_config_DOT_json=new)
+    assert read_checkpoint(folder).template == "new"
+
+
 def test_the_template_named_tool_use_is_selected(checkpoint):
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     assert read_checkpoint(checkpoint({"chat_template": named})).template == "b"

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # The type of the default value of a boolean field.
 _Default = TypeVar("_Default", bool, None)
 
+# The files from which transformers reads the chat template of a processor, but not of a tokenizer.
+_TEMPLATE_FILES = ("chat_template.json", "processor_config.json")
 _BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
@@ -91,21 +93,28 @@ def _import_tokenizer_class() -> Any:  # noqa: ANN401 - transformers' class has 
 
 
 def _read_json_template(folder: Path) -> str | dict[str, str] | None:
-    """Return the chat template in chat_template.json.
+    """Return the chat template in chat_template.json, or else in processor_config.json.
 
-    Return None if the file contains no template, or if the folder contains a template in a .jinja
-    file, which has precedence. If chat_template.json contains several templates, the result maps
-    the names of the templates to their texts.
+    Return None if these files contain no template, or if the folder contains a template in a .jinja
+    file, which has precedence. If a file contains several templates, the result maps the names of
+    the templates to their texts.
 
     Raises:
-        ModelError: the file is damaged.
+        ModelError: a file is damaged.
     """
-    # Many checkpoints for images have their chat template only in this file. transformers reads the
-    # file for a processor, but not for a tokenizer.
-    path = folder / "chat_template.json"
+    # Many checkpoints for images have their chat template only in one of these files.
     jinja_files = [*folder.glob("chat_template.jinja"), *folder.glob("additional_chat_templates/*")]
-    if jinja_files or not path.is_file():
+    if jinja_files:
         return None
+    for path in (folder / name for name in _TEMPLATE_FILES):
+        template = _template_in(path) if path.is_file() else None
+        if template is not None:
+            return template
+    return None
+
+
+def _template_in(path: Path) -> str | dict[str, str] | None:
+    """Return the chat template in a JSON file of a processor; see `_read_json_template`."""
     try:
         template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
         if isinstance(template, list):  # objects with a name and a template

@@ -16,7 +16,6 @@ OUT/CALL.json and OUT/CALL.md. The exit code is 1 if a part failed or a kernel i
 nothing could run. The figures of a rehearsal mean nothing.
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from loadtest import command_line
+from loadtest.command_line import Option, parse_command_line
 from loadtest.gpu.calls import calls
 from loadtest.gpu.environment import (
     KERNEL_PACKAGES,
@@ -35,17 +34,27 @@ from loadtest.gpu.environment import (
 )
 from loadtest.gpu.run_parts import Results, run_call
 
+OPTIONS = {
+    "call": Option(None, "the call", choices=calls()),
+    "--rehearse": Option(False, "run on a CPU at tiny sizes"),
+    "--out": Option(ROOT / "loadtest" / "results", "folder for the results"),
+    "--minutes": Option(None, "time limit instead of that of the call", value_type=float),
+    "--wheels": Option(
+        os.environ.get("WHEELS") or None,
+        "folder with wheels of packages that are missing (default: the variable WHEELS)",
+    ),
+}
+
 
 def main() -> int:
     """Check the packages, run the parts of a call, and print the most important results first."""
-    args = arguments().parse_args()
+    args = parse_command_line(__doc__, OPTIONS)
     with tempfile.TemporaryDirectory(prefix="nereid-gpu-") as folder:
         site = Path(folder) / "site"
         if args.wheels is not None:
-            names = unpack_wheels(args.wheels, site)
+            names = unpack_wheels(Path(args.wheels), site)
             print(f"Unpacked {len(names)} wheels from {args.wheels}.", flush=True)
-        missing = problems(KERNEL_PACKAGES)
-        if missing:
+        if missing := problems(KERNEL_PACKAGES):
             print("\n".join(missing), flush=True)
             return 2
         missing = problems(engine_packages())
@@ -55,33 +64,13 @@ def main() -> int:
         if not args.rehearse and not has_gpu(environment):
             print("torch found no CUDA device. Use --rehearse to run on a CPU.", flush=True)
             return 2
-        results = Results(args.call, args.out, is_rehearsal=args.rehearse)
-        results.left_out += missing
+        results = Results(args.call, args.out, is_rehearsal=args.rehearse, left_out=missing)
         limit_s = args.minutes * 60 if args.minutes else None
-        run_call(
-            calls()[args.call], results, environment, can_run_engine=not missing, limit_s=limit_s
-        )
+        call = calls()[args.call]
+        run_call(call, results, environment, can_run_engine=not missing, limit_s=limit_s)
     print(results.markdown(), flush=True)
     print(f"The results are in {args.out}.", flush=True)
     return 1 if results.has_failed else 0
-
-
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = command_line.parser(__doc__)
-    wheels = os.environ.get("WHEELS")
-    out = ROOT / "loadtest" / "results"
-    parser.add_argument("call", choices=calls(), help="the call")
-    parser.add_argument("--rehearse", action="store_true", help="run on a CPU at tiny sizes")
-    parser.add_argument("--out", type=Path, default=out, help="folder for the results")
-    parser.add_argument("--minutes", type=float, help="time limit instead of that of the call")
-    parser.add_argument(
-        "--wheels",
-        type=Path,
-        default=Path(wheels) if wheels else None,
-        help="folder with wheels of packages that are missing (default: the variable WHEELS)",
-    )
-    return parser
 
 
 def child_environment(site: Path, *, rehearse: bool) -> dict[str, str]:

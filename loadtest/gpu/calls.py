@@ -7,10 +7,11 @@ part ends.
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 # The number of processes that compare kernels at the same time. Compiling takes most of their time.
-_COMPARING = 8
+_NUM_COMPARING = 8
+_PYTEST = ("pytest", "-q", "-W", "default", "-p", "no:cacheprovider")
+_ASYNC = {"async_scheduling": True}
 _KERNELS, _ENGINE = "loadtest.gpu.kernel_parts", "loadtest.gpu.engine_part"
 
 
@@ -54,49 +55,55 @@ class Call:
     parts: list[Part] = field(default_factory=list)
 
 
-def engine_part(
-    name: str,
-    shape: str,
-    limit_s: float,
-    *options: str,
-    **settings: Any,  # noqa: ANN401
-) -> Part:
+def engine_part(name: str, shape: str, limit_s: float, *flags: str, **settings: str | bool) -> Part:
     """Return a part that measures the engine with `settings` and a model with random weights."""
-    arguments = (_ENGINE, "--shape", shape, "--settings", json.dumps(settings), *options)
+    arguments = (_ENGINE, "--shape", shape, "--settings", json.dumps(settings), *flags)
     return Part(name, arguments, limit_s, needs_engine=True)
 
 
 def calls() -> dict[str, Call]:
     """Return all calls by name, in the order in which they should be made."""
-    compare = [
+    compared = "kernels compared with their references"
+    comparisons = [
         Part(
-            f"kernels compared with their references, {i + 1} of {_COMPARING}",
-            (_KERNELS, "compare", "--share", str(i), str(_COMPARING)),
-            150,
+            f"{compared}, {number + 1} of {_NUM_COMPARING}",
+            (_KERNELS, "compare", "--share", str(number), str(_NUM_COMPARING)),
+            limit_s=150,
             group="compare",
         )
-        for i in range(_COMPARING)
+        for number in range(_NUM_COMPARING)
     ]
-    tests = ("pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
+    tests = Part(
+        "tests",
+        (
+            "pytest",
+            "-q",
+            "-m",
+            "gpu",
+            "-W",
+            "default",
+            "-p",
+            "no:cacheprovider",
+            "tests/backend/gpu",
+        ),
+        limit_s=150,
+        needs_engine=True,
+        group="compare",
+        packages=("pytest", "pytest-timeout", "hypothesis"),
+    )
     sanitizer = ("compute-sanitizer", "--error-exitcode", "9")
     ncu = ("ncu", "--clock-control", "none", "--set", "basic", "-k", "regex:decode|prefill")
+    compiled = {**_ASYNC, "compile_forward": True}
     return {
         "checks": Call(
             "Compare all kernels with their references, and run a small model.",
             325,
             [
                 Part("machine", ("loadtest.gpu.machine",), 30),
-                *compare,
-                Part(
-                    "tests",
-                    (*tests, "tests/backend/gpu"),
-                    150,
-                    needs_engine=True,
-                    group="compare",
-                    packages=("pytest", "pytest-timeout", "hypothesis"),
-                ),
+                *comparisons,
+                tests,
                 engine_part("0.6B", "0.6b", 60),
-                engine_part("0.6B, async", "0.6b", 60, async_scheduling=True),
+                engine_part("0.6B, async", "0.6b", 60, **_ASYNC),
                 Part("sanitizer", (_KERNELS, "compare", "--tiny"), 60, prefix=sanitizer),
             ],
         ),
@@ -105,22 +112,12 @@ def calls() -> dict[str, Call]:
             440,
             [
                 engine_part("8B", "8b", 110, "--profile"),
-                engine_part("8B, async", "8b", 90, "--profile", async_scheduling=True),
+                engine_part("8B, async", "8b", 90, "--profile", **_ASYNC),
+                engine_part("8B, async, fused norms", "8b", 90, "--fused-norms", **_ASYNC),
+                engine_part("8B, async, fp8 cache", "8b", 90, **_ASYNC, kv_cache_dtype="fp8"),
+                engine_part("8B, async, fp8 weights", "8b", 90, **_ASYNC, weight_dtype="fp8"),
                 engine_part(
-                    "8B, async, fused norms", "8b", 90, "--fused-norms", async_scheduling=True
-                ),
-                engine_part(
-                    "8B, async, fp8 cache", "8b", 90, async_scheduling=True, kv_cache_dtype="fp8"
-                ),
-                engine_part(
-                    "8B, async, fp8 weights", "8b", 90, async_scheduling=True, weight_dtype="fp8"
-                ),
-                engine_part(
-                    "8B, async, attention libraries",
-                    "8b",
-                    90,
-                    async_scheduling=True,
-                    measure_attention=True,
+                    "8B, async, attention libraries", "8b", 90, **_ASYNC, measure_attention=True
                 ),
                 engine_part("8B without graphs", "8b", 90, cuda_graphs=False),
             ],
@@ -129,22 +126,9 @@ def calls() -> dict[str, Call]:
             "Measure the compiled forward pass, requests that arrive at random, and transformers.",
             440,
             [
-                engine_part(
-                    "0.6B, compiled, async",
-                    "0.6b",
-                    150,
-                    async_scheduling=True,
-                    compile_forward=True,
-                ),
-                engine_part(
-                    "8B, compiled, async",
-                    "8b",
-                    220,
-                    "--profile",
-                    async_scheduling=True,
-                    compile_forward=True,
-                ),
-                engine_part("8B, async, arrivals", "8b", 100, "--arrivals", async_scheduling=True),
+                engine_part("0.6B, compiled, async", "0.6b", 150, **compiled),
+                engine_part("8B, compiled, async", "8b", 220, "--profile", **compiled),
+                engine_part("8B, async, arrivals", "8b", 100, "--arrivals", **_ASYNC),
                 engine_part("8B, generate_batch", "8b", 100, "--generate-batch"),
             ],
         ),

@@ -31,6 +31,7 @@ from nereid_backend.attention.gpu.tuning import Device
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.sampling import gpu_sampling, triton_sampling
 from torch import Tensor
+from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -54,15 +55,6 @@ DTYPES = {
     "float32": torch.float32,
     "int8": torch.int8,
     "fp8": torch.uint8,
-}
-_POINTERS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.float64: "*fp64",
 }
 # Arguments of a launch that are options of the compiler.
 _COMPILER_OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
@@ -242,8 +234,9 @@ def _source(launch: Launch) -> ASTSource:
         elif isinstance(arg, int) and arg == 1:
             signature[name], constants[name] = "constexpr", 1
         else:
-            signature[name] = _POINTERS[arg.dtype] if isinstance(arg, Tensor) else "i32"
-            if isinstance(arg, Tensor) or arg % 16 == 0:
+            is_tensor = isinstance(arg, Tensor)
+            signature[name] = f"*{canonicalize_dtype(arg.dtype)}" if is_tensor else "i32"
+            if is_tensor or arg % 16 == 0:
                 attributes[index,] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(launch.named.keys() - _COMPILER_OPTIONS, "constexpr")
     return ASTSource(launch.kernel, signature, constants, attributes)

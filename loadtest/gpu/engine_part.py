@@ -172,7 +172,7 @@ class Measured:
             self._times.spent.clear()
             num_replays_before = self._num_replays()
             seconds = self.generate(batch, sizes.context, sizes.answer)
-            steps = self._times.summary([batch]).get(str(batch))
+            steps = self._times.medians_ms(batch)
             if steps is None:
                 emit(Rank.WRONG, f"{batch} sequences: no pure decode step was measured")
                 continue

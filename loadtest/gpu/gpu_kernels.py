@@ -274,13 +274,10 @@ def _flops(spec: LayerSpec, shapes: Shapes) -> int:
 
 
 def _written(cache: ScaledKVCache, restored: Tensor, rows: Tensor, new: Tensor) -> Tensor:
-    """Return the keys or values that a step wrote into a cache, as float32.
+    """Return the keys or values that a step wrote into a cache, after a comparison with `new`.
 
-    Args:
-        cache: the 8-bit cache.
-        restored: the numbers of the cache as float32.
-        rows: the rows of the cache that the step wrote.
-        new: the numbers before the rounding, [num_kv_heads, num_tokens, dim].
+    `restored` contains all numbers of the cache as float32. The step wrote `rows` of the cache.
+    `new` contains the numbers before the rounding, [num_kv_heads, num_tokens, dim].
 
     Raises:
         KernelError: the numbers differ by more than the rounding.

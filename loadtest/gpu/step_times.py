@@ -53,12 +53,20 @@ class StepTimes:
         setattr(engine, "step", recorded_step)  # noqa: B010 - mypy refuses to assign a method
         setattr(PackedPath, "forward", recorded_forward)  # noqa: B010
 
-    def summary(self, batches: list[int]) -> dict[str, dict[str, float]]:
-        """Return the median milliseconds for each batch size. "host_ms" does not include waiting.
+    def medians_ms(self, num_sequences: int) -> dict[str, float] | None:
+        """Return the median milliseconds of the decode steps with this number of sequences.
 
-        A batch size without a measured step is left out.
+        "host_ms" does not include waiting. The result is None if there was no such step.
         """
-        return {str(batch): _medians(self.spent[batch]) for batch in batches if self.spent[batch]}
+        times = self.spent[num_sequences]
+        if not times:
+            return None
+        median = StepTime(*map(statistics.median, zip(*times, strict=True)))
+        return {
+            "step_ms": median.step_s * 1e3,
+            "forward_ms": median.forward_s * 1e3,
+            "host_ms": (median.step_s - median.wait_s) * 1e3,
+        }
 
     def _record(self) -> None:
         """Store the times of the last step if it launched forward passes of decode only.
@@ -76,13 +84,3 @@ def _num_decodes(plan: StepPlan) -> int:
     """Return the number of sequences in a plan of a decode step, or 0 for another plan."""
     is_decode = all(chunk.num_tokens == 1 for chunk in plan.chunks)
     return len(plan.chunks) if is_decode else 0
-
-
-def _medians(times: list[StepTime]) -> dict[str, float]:
-    """Return the median milliseconds of steps with the same number of sequences."""
-    median = StepTime(*map(statistics.median, zip(*times, strict=True)))
-    return {
-        "step_ms": median.step_s * 1e3,
-        "forward_ms": median.forward_s * 1e3,
-        "host_ms": (median.step_s - median.wait_s) * 1e3,
-    }

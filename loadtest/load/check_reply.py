@@ -135,9 +135,7 @@ def _faults_of_numbers(expected: Expected, reply: Reply, *, is_whole: bool) -> l
 def _faults_of_order(index_of: dict[str, int], tokens: Sequence[str]) -> list[Fault]:
     """Return the faults of tokens that arrived although others were due.
 
-    Args:
-        index_of: the index of each expected token.
-        tokens: the tokens in order of arrival.
+    `index_of` contains the index of each expected token.
     """
     by_kind: dict[Kind, list[str]] = {"doubled": [], "reordered": [], "foreign": []}
     last_index = -1

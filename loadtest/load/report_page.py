@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.load.records import Record
-from loadtest.load.report_tables import COLUMNS, LEGEND, Phase, gauge_rows, outcomes, rows
+from loadtest.load.report_tables import COLUMNS, LEGEND, Phase, outcomes, rows
 from loadtest.server.gauges import rates
 
 _STYLE = """
@@ -83,8 +83,6 @@ def _section(phase: Phase, colours: dict[str, str]) -> str:
         f"<h2>{heading}</h2><p>{html.escape(counts)}</p>"
         f"<div class=wide>{_table(COLUMNS, rows(phase))}</div><p class=legend>{_LEGEND}</p>"
         f"<img alt='plots of {html.escape(phase.name)}' src='data:image/png;base64,{image}'>"
-        f"<details><summary>The server's metrics during the run</summary>"
-        f"{_table(('metric', 'mean or increase', 'maximum or rate'), gauge_rows(phase))}</details>"
     )
 
 
@@ -186,14 +184,7 @@ def _draw_distribution(
     title: str,
     times_of: Callable[[Sequence[Record]], list[float]],
 ) -> None:
-    """Draw the cumulative distribution of a time, with a line for each scenario.
-
-    Args:
-        axes: the plot.
-        groups: the requests of each scenario.
-        title: the title of the plot.
-        times_of: a function that returns the seconds of the requests that have this time.
-    """
+    """Draw the cumulative distribution of the seconds that `times_of` returns for requests."""
     for group in groups:
         if times := times_of(group.records):
             axes.ecdf(times, lw=1.2, color=group.colour)

@@ -2,7 +2,6 @@
 
 import collections
 import csv
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
@@ -100,23 +99,6 @@ def outcomes(phase: Phase) -> list[tuple[str, int]]:
     counted = collections.Counter(one.outcome for one in phase.records)
     good = ("ok", "cancelled", "rejected")
     return sorted(counted.items(), key=lambda item: (item[0] not in good, -item[1]))
-
-
-def gauge_rows(phase: Phase) -> list[list[str]]:
-    """Return the mean and maximum of each gauge, and the increase of each counter."""
-    if not phase.samples:
-        return []
-    seconds = max(phase.samples[-1].at - phase.samples[0].at, 0.001)
-    table_rows = []
-    for name in sorted(phase.samples[-1].gauges):
-        values = [sample.gauges.get(name, 0.0) for sample in phase.samples]
-        if name.endswith(("_total", "_sum", "_count")):
-            increase = values[-1] - values[0]
-            cells = [f"+{increase:g}", f"{increase / seconds:.3g} per second"]
-        else:
-            cells = [f"{statistics.fmean(values):.3g}", f"maximum {max(values):.3g}"]
-        table_rows.append([name, *cells])
-    return table_rows
 
 
 def text(phases: Iterable[Phase]) -> str:

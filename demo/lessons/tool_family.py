@@ -119,8 +119,17 @@ def parameter(
 
 
 def fill(**makers: Callable[[Random], Any]) -> Fill:
-    """Make a `fill` that draws the value of each slot with the function of the same name."""
-    return lambda rng: Filled({slot: make(rng) for slot, make in makers.items()}, written={})
+    """Make a `fill` that draws the value of each slot with the function of the same name.
+
+    The user writes a list as `a, b and c`.
+    """
+
+    def draw_values(rng: Random) -> Filled:
+        values = {slot: make(rng) for slot, make in makers.items()}
+        lists = {slot: value for slot, value in values.items() if isinstance(value, list)}
+        return Filled(values, written={slot: listing(items) for slot, items in lists.items()})
+
+    return draw_values
 
 
 CITY = parameter(

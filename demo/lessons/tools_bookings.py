@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from . import tool_values, words
-from .base import listing
-from .tool_family import CITY, Filled, done, family, fill, parameter, returns
+from .tool_family import CITY, done, family, fill, parameter, returns
 from .words import one_of, pick
 
 _fill_journey = fill(
@@ -17,16 +16,16 @@ _fill_journey = fill(
 )
 
 
-def _fill_event(rng: Random) -> Filled:
-    """Draw the people of an event, its title and its time."""
-    names = [words.first_name(rng) for _ in range(rng.randint(1, 3))]
-    values = {
-        "people": names,
-        "title": one_of(tool_values.title, tool_values.phrase)(rng),
-        "date": tool_values.date(rng),
-        "time": tool_values.clock(rng),
-    }
-    return Filled(values, written={"people": listing(names)})
+def _people(rng: Random) -> list[str]:
+    return [words.first_name(rng) for _ in range(rng.randint(1, 3))]
+
+
+_fill_event = fill(
+    people=_people,
+    title=one_of(tool_values.title, tool_values.phrase),
+    date=tool_values.date,
+    time=tool_values.clock,
+)
 
 
 FAMILIES = (

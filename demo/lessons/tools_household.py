@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 from . import tool_values, words
-from .base import listing
 from .knowledge import CAPITALS
 from .tool_family import DONE, Filled, ToolResult, Values, done, family, fill, parameter, returns
 from .words import one_of, pick
@@ -31,22 +30,11 @@ def _switched(rng: Random, values: Values) -> ToolResult:
     return ToolResult(rng.choice(DONE), f"The light in the {values['room']} is {state}.")
 
 
-def _fill_items(rng: Random) -> Filled:
-    items = tool_values.word_list(rng)
-    return Filled({"items": items}, written={"items": listing(items)})
-
-
 _TOPPINGS = words.split("cheese ham onion tomato mushrooms olives pepper salami basil")
 
 
-def _fill_pizza(rng: Random) -> Filled:
-    toppings = rng.sample(_TOPPINGS, rng.randint(1, 3))
-    values = {
-        "size": rng.choice(("small", "medium", "large")),
-        "toppings": toppings,
-        "count": rng.randint(2, 9),
-    }
-    return Filled(values, written={"toppings": listing(toppings)})
+def _toppings(rng: Random) -> list[str]:
+    return rng.sample(_TOPPINGS, rng.randint(1, 3))
 
 
 FAMILIES = (
@@ -94,7 +82,7 @@ FAMILIES = (
         "I need to buy {items}.|Shopping list: {items}|"
         "Add {items} to the list of groceries.|"
         "Please add {items} to the shopping list.|Buy {items}.",
-        _fill_items,
+        fill(items=tool_values.word_list),
         done("I added {items} to the list."),
     ),
     family(
@@ -109,7 +97,7 @@ FAMILIES = (
         "Get me a {size} pizza, toppings: {toppings}.|"
         "One {size} pizza with {toppings}, please.|"
         "Can you order a {size} pizza with {toppings}?",
-        _fill_pizza,
+        fill(toppings=_toppings, size=pick("small medium large"), count=tool_values.small(2, 9)),
         done("Your {size} pizza is on its way."),
     ),
     family(

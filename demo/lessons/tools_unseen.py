@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 from . import tool_values, words
-from .base import listing
 from .tool_family import Filled, done, family, fill, parameter, returns
 from .words import pick
 
@@ -15,12 +14,6 @@ def _fill_door(rng: Random) -> Filled:
     door = rng.choice(("front", "back", "garage", "cellar"))
     written = {"locked": "Lock" if locked else "Unlock"}
     return Filled({"door": door, "locked": locked}, written)
-
-
-def _fill_tags(rng: Random) -> Filled:
-    tags = tool_values.word_list(rng)
-    values = {"photo": tool_values.file_name(rng), "tags": tags}
-    return Filled(values, written={"tags": listing(tags)})
 
 
 FAMILIES = (
@@ -197,7 +190,7 @@ FAMILIES = (
         "Add tags to a photo.",
         (parameter("photo", "photo"), parameter("tags", "tags", "array")),
         "Tag the photo {photo} with {tags}.|Add the tags {tags} to the photo {photo}.",
-        _fill_tags,
+        fill(tags=tool_values.word_list, photo=tool_values.file_name),
         done("It is tagged."),
     ),
 )

@@ -460,6 +460,19 @@ def test_a_tool_without_description_and_parameters_is_rendered_by_each_template(
     assert as_json == '[{"type": "function", "function": {"name": "f"}}]'
 
 
+def test_parameters_without_a_description_are_rendered_by_each_template():
+    renderer = renderer_of(
+        "{% for t in tools %}{% set parameters = t.function.parameters %}"
+        "{% for name, schema in parameters.properties | items %}{{ name + schema.description }}"
+        "{% if 'required' in parameters and name in parameters.required %}!{% endif %};"
+        "{% endfor %}{% endfor %}"
+    )
+    properties = {"a": {"type": "string"}, "b": {"description": None}, "c": {"description": "x"}}
+    parameters = {"type": "object", "properties": properties, "required": None}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert renderer.render([{"role": "user", "content": "x"}], tools=tools) == "a;b;cx;"
+
+
 def test_the_result_of_a_tool_has_the_name_of_the_function():
     renderer = renderer_of("{% for m in messages %}{{ m.name }}={{ m.content }};{% endfor %}")
     assert renderer.render(chat_with_call("a")) == "=x;=a;f=5;"

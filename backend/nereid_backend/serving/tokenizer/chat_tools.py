@@ -32,6 +32,8 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def with_optional_fields(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Add an empty description and empty parameters to each tool that has none.
 
+    Each parameter without a description gets an empty description, too.
+
     Example: the function `{"name": "f"}` becomes `{"name": "f", "description": "", "parameters":
     {"type": "object", "properties": {}}}`.
     """
@@ -41,12 +43,23 @@ def with_optional_fields(tools: list[dict[str, Any]] | None) -> list[dict[str, A
 
 
 def _with_optional_fields(function: dict[str, Any]) -> dict[str, Any]:
-    """Add an empty description and empty parameters to a function that has none."""
+    """Add empty descriptions and empty parameters to a function that has none."""
     parameters = function.get("parameters") or {}
     if isinstance(parameters, dict):
-        parameters = {"type": "object", "properties": {}, **parameters}
-    description = function.get("description") or ""
-    return {**function, "description": description, "parameters": parameters}
+        given = {name: value for name, value in parameters.items() if value is not None}
+        parameters = {"type": "object", "properties": {}, **given}
+        properties = parameters["properties"]
+        if isinstance(properties, dict):
+            parameters["properties"] = {
+                name: _with_description(schema) if isinstance(schema, dict) else schema
+                for name, schema in properties.items()
+            }
+    return {**_with_description(function), "parameters": parameters}
+
+
+def _with_description(described: dict[str, Any]) -> dict[str, Any]:
+    """Add an empty description to a function or to the schema of a parameter that has none."""
+    return {**described, "description": described.get("description") or ""}
 
 
 def _check_tool(tool: Any, index: int) -> None:  # noqa: ANN401 - any JSON value

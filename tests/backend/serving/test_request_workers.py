@@ -90,17 +90,51 @@ def test_too_many_long_requests_are_refused(monkeypatch):
     work.workers.stop()
 
 
-def test_a_client_waits_for_one_request_of_a_busy_client(work):
-    def send_long_request(client):
-        request = Request(long=1)
-        request.request_parameters = f'{{"client_id": "{client}"}}'
-        work.workers.add(request)
-        return request
+class SlowRequest(Request):
+    """A request with the input "long". The workers wait until `may_end` is set."""
 
-    requests_of_busy_client = [send_long_request("busy") for _ in range(10)]
-    request_of_other_client = send_long_request("other")
-    work.release.set()
-    for request in [*requests_of_busy_client, request_of_other_client]:
-        assert request.wait(20).error is None
-    # Two threads work, so the request of the other client is one of the first four.
-    assert request_of_other_client in work.answered[:4]
+    def __init__(self, workers, client):
+        super().__init__(long=1)
+        self.request_parameters = f'{{"client_id": "{client}"}}'
+        self.may_end = threading.Event()
+        workers.add(self)
+
+
+@pytest.fixture
+def send_slow():
+    """A function that sends a `SlowRequest` of a client."""
+
+    def respond(request):
+        assert request.may_end.wait(20)
+        return triton_api.response({"x": request})
+
+    workers = RequestWorkers(respond, lambda request: True)
+    workers.start()
+    requests = []
+
+    def send(client):
+        requests.append(SlowRequest(workers, client))
+        return requests[-1]
+
+    yield send
+    for request in requests:
+        request.may_end.set()
+    workers.stop()
+
+
+def test_a_client_does_not_wait_for_the_slow_requests_of_another_client(send_slow):
+    busy = [send_slow("busy") for _ in range(10)]
+    other = send_slow("other")
+    other.may_end.set()
+    assert other.wait(20).error is None
+    assert not any(request.ended.is_set() for request in busy)
+
+
+def test_the_client_with_the_fewest_running_requests_comes_first(send_slow):
+    busy = [send_slow("busy") for _ in range(10)]
+    send_slow("third")  # occupies the last thread
+    other = send_slow("other")
+    other.may_end.set()
+    busy[0].may_end.set()
+    assert other.wait(20).error is None
+    assert not any(request.ended.is_set() for request in busy[1:])

@@ -7,7 +7,8 @@
                                        threads for long requests
 
 Clients take turns. Suppose that one client has sent hundreds of requests. A later request of
-another client does not wait for all these requests.
+another client does not wait for all these requests. One client cannot occupy all threads, because
+an image can take ten seconds.
 
 Only the loop's thread sends responses, because a stub of Triton server 2.51 crashes if several
 threads send. The tokenizers library releases Python's global lock, so the loop can continue while
@@ -19,8 +20,8 @@ import os
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,8 @@ from nereid_backend.serving.executor.shared_limit import SharedLimit
 
 Item = TypeVar("Item", bound=Hashable)
 
-_NUM_THREADS = 2
+_NUM_THREADS = 3
+_MAX_THREADS_OF_CLIENT = 2
 _MAX_LONG = 64
 # The interval at which the loop looks for long requests whose clients have disconnected.
 _POLL_S = 0.25
@@ -61,9 +63,18 @@ class _ClientTurns(Generic[Item]):
         """Add an item of a client."""
         self._items.setdefault(client, deque()).append(item)
 
-    def take(self) -> Item:
-        """Remove and return the next item. The queue must not be empty."""
-        client = next(iter(self._items))
+    @property
+    def clients(self) -> Iterable[str]:
+        """The clients that have items. The client whose item is returned next comes first."""
+        return self._items.keys()
+
+    def take(self, client: str | None = None) -> Item:
+        """Remove and return the next item of `client`, or else of the client whose turn it is.
+
+        The queue must contain such an item.
+        """
+        if client is None:
+            client = next(iter(self._items))
         items = self._items.pop(client)
         item = items.popleft()
         if items:
@@ -107,8 +118,9 @@ class RequestWorkers:
         self._short_requests: _ClientTurns[_Job] = _ClientTurns()
         # The long requests that wait for a thread of the pool.
         self._long_requests: _ClientTurns[_Job] = _ClientTurns()
-        # The number of long requests that threads of the pool are processing.
-        self._num_running = 0
+        # Maps each client to the number of its long requests that threads of the pool are
+        # processing. Clients without such requests are absent.
+        self._num_running: Counter[str] = Counter()
         # The time of the next check for disconnected clients, by time.monotonic().
         self._next_check = 0.0
         # Limits the number of long requests, whether they wait or run.
@@ -191,10 +203,16 @@ class RequestWorkers:
         self._start_long()
 
     def _start_long(self) -> None:
-        """While threads are free, start long requests from the queue."""
-        while self._long_requests and self._num_running < _NUM_THREADS:
-            self._num_running += 1
-            self._pool.submit(self._process_long, self._long_requests.take())
+        """While threads are free, start long requests from the queue.
+
+        The client with the fewest running long requests comes first.
+        """
+        while self._long_requests and self._num_running.total() < _NUM_THREADS:
+            client = min(self._long_requests.clients, key=self._num_running.__getitem__)
+            if self._num_running[client] >= _MAX_THREADS_OF_CLIENT:
+                return
+            self._num_running[client] += 1
+            self._pool.submit(self._process_long, self._long_requests.take(client))
 
     def _process_long(self, job: _Job) -> None:
         """Process a long request in a thread of the pool."""
@@ -203,7 +221,7 @@ class RequestWorkers:
 
     def _end_running(self, job: _Job) -> None:
         """End a long request whose response a thread of the pool has computed."""
-        self._num_running -= 1
+        self._num_running -= Counter([job.client])  # also removes a client whose number is 0
         self._end_long(job)
 
     def _end_long(self, job: _Job) -> None:

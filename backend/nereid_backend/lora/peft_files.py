@@ -11,6 +11,7 @@ An adapter that changes more than the outputs of linear layers is refused, becau
 be wrong.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -134,7 +135,8 @@ def _read(file: Path, max_file_bytes: int, *, lora_memory: int) -> bytes:
             )
         return file.read_bytes()
     except OSError as error:
-        hint = _missing_file_hint(file)
+        # pathlib would raise the same error again if the hint searched for files with this path.
+        hint = "" if error.errno == errno.ENAMETOOLONG else _missing_file_hint(file)
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
     except ValueError as error:  # for example, the path contains a NUL character
         raise ModelError(f"{str(file)!r} is not a valid path ({error}).") from error

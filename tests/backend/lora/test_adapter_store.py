@@ -259,5 +259,7 @@ def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path)
         engine.load_lora("x", str(tmp_path))
     with pytest.raises(RequestError, match="is not a valid path"):
         engine.load_lora("x", "/adapters\0x")
+    with pytest.raises(RequestError, match=r"cannot be read \(File name too long\)"):
+        engine.load_lora("x", "/" + "x" * 5000)
     with pytest.raises(RequestError, match="lora_name: the name of an adapter must not be empty"):
         engine.load_lora("a=b", folders["a"])

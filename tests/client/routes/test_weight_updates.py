@@ -62,6 +62,16 @@ async def test_an_adapter_cannot_have_the_name_of_the_model_or_none(connect, bac
     assert not backend.adapters
 
 
+async def test_an_adapter_cannot_have_the_name_of_the_embedding_model(connect_pooling, backend):
+    async with connect_pooling(allow_lora_updates=True) as client:
+        models = (await client.get("/v1/models")).json()["data"]
+        body = {"lora_name": models[1]["id"], "lora_path": "/a"}
+        response = await client.post("/v1/load_lora_adapter", json=body)
+    assert response.status_code == 400
+    assert "must differ from the names" in response.json()["error"]["message"]
+    assert not backend.adapters
+
+
 async def test_clients_cannot_load_adapters_by_default(connect, backend):
     async with connect() as client:
         body = {"lora_name": "sql", "lora_path": "/a"}

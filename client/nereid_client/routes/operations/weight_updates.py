@@ -33,9 +33,11 @@ async def load_lora_adapter(request: Request) -> Response:
     )
     body = validate(LoadLoraRequest, await read_body(request))
     # A request with the name of a model or with its alias could never select the adapter.
-    targets = pooling_models_of(request).targets
-    is_pooling_name = any(body.lora_name in target.names for target in targets)
-    if is_pooling_name or find_context(request, body.lora_name) is not None:
+    pooling_models = pooling_models_of(request)
+    pooling_names = {name for target in pooling_models.targets for name in target.names}
+    # Without a file that describes several models, only the models themselves know their names.
+    pooling_names |= {model.name for model in await pooling_models.all()}
+    if body.lora_name in pooling_names or find_context(request, body.lora_name) is not None:
         raise ApiError(
             400,
             f"lora_name must differ from the names and aliases of the models, but the request has "

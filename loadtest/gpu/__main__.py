@@ -38,7 +38,6 @@ OPTIONS = {
     "call": Option(None, "the call", choices=calls()),
     "--rehearse": Option(False, "run on a CPU at tiny sizes"),
     "--out": Option(ROOT / "loadtest" / "results", "folder for the results"),
-    "--minutes": Option(None, "time limit instead of that of the call", value_type=float),
     "--wheels": Option(
         os.environ.get("WHEELS") or None,
         "folder with wheels of packages that are missing (default: the variable WHEELS)",
@@ -65,9 +64,7 @@ def main() -> int:
             print("torch found no CUDA device. Use --rehearse to run on a CPU.", flush=True)
             return 2
         results = Results(args.call, args.out, is_rehearsal=args.rehearse, left_out=missing)
-        limit_s = args.minutes * 60 if args.minutes else None
-        call = calls()[args.call]
-        run_call(call, results, environment, can_run_engine=not missing, limit_s=limit_s)
+        run_call(calls()[args.call], results, environment, can_run_engine=not missing)
     print(results.markdown(), flush=True)
     print(f"The results are in {args.out}.", flush=True)
     return 1 if results.has_failed else 0

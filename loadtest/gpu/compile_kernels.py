@@ -3,7 +3,7 @@
     python -m loadtest.gpu.compile_kernels --capabilities 80 90 --specs 128
 
 The program prints one JSON object for each kernel: its shared memory, its registers, the bytes of
-spilled registers (stack_bytes), its matrix instructions, and its number of asynchronous copies. The
+spilled registers (stack_bytes), its matrix instructions, and its number of copies in flight. The
 launches are those of GPU attention and of the GPU sampler. They are recorded instead of run.
 """
 
@@ -203,14 +203,12 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
     compiled = triton.compile(
         source, target=GPUTarget("cuda", capability, _WARP_SIZE), options=options
     )
-    assembly = compiled.asm["ptx"]
     waits = re.findall(r"ttg\.async_wait\b[^\n]*\bnum = (\d+)", compiled.asm["ttgir"])
-    products = re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", assembly)
+    products = re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
     return {
         "shared_bytes": compiled.metadata.shared,
         **resources(compiled.asm["cubin"]),
         "products": sorted(set(products)),
-        "num_async_copies": len(re.findall(r"cp\.async\.c[ag]", assembly)),
         "copies_in_flight": max(map(int, waits), default=0),
     }
 

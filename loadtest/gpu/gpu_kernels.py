@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 16
+_NO_LIMIT = 2**40
 # If a value of the reference is v, the allowed difference is this number times (1 + |v|). The
 # reference computes in float32. In float32, the difference comes from the hardware's exponential
 # function, and from the softcap, which subtracts two numbers near one.
@@ -157,12 +158,13 @@ class LayerStep:
         free_blocks = iter(torch.randperm(sum(self._num_blocks)).tolist())
         chunks = []
         for row, (cached, new) in enumerate(self.shapes):
-            sequence = Sequence(
-                str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=2**40
-            )
+            token_ids = [1] * (cached + new)  # attention does not read the token ids
+            sequence = Sequence(str(row), token_ids, SamplingParams(), max_total_tokens=_NO_LIMIT)
             sequence.row = row
             sequence.block_table = list(itertools.islice(free_blocks, self._num_blocks[row]))
-            chunks.append(Chunk(sequence, cached, new, True, True, 1))
+            chunks.append(
+                Chunk(sequence, cached, num_tokens=new, samples=True, is_first=True, num_logits=1)
+            )
         builder = BatchBuilder(
             max_num_seqs=len(self.shapes),
             max_model_len=max(self._num_blocks) * BLOCK,
@@ -248,8 +250,8 @@ class LayerStep:
                 continue
             scales = getattr(cache, f"{name}_scales")[0]
             for part in _slices(len(tensor) - 1):
-                drawn = torch.randn(tensor[part].shape, device=self.device)
-                tensor[part], scales[part] = cache.rounded(drawn)
+                numbers = torch.randn(tensor[part].shape, device=self.device)
+                tensor[part], scales[part] = cache.rounded(numbers)
 
     def _make_cache(self, kind: type[Any], num_blocks: int, dtype: torch.dtype) -> Any:  # noqa: ANN401
         return kind(

@@ -171,12 +171,7 @@ class _Running:
 
 
 def run_call(
-    call: Call,
-    results: Results,
-    environment: dict[str, str],
-    *,
-    can_run_engine: bool,
-    limit_s: float | None = None,
+    call: Call, results: Results, environment: dict[str, str], *, can_run_engine: bool
 ) -> None:
     """Run the parts of a call, one group after the other.
 
@@ -185,9 +180,8 @@ def run_call(
         results: receives the results of each part as soon as the part ends. Mutated.
         environment: the environment variables of the parts.
         can_run_engine: whether the packages of the engine are installed.
-        limit_s: the seconds of the whole call, instead of `call.limit_s`.
     """
-    end = time.monotonic() + (limit_s or call.limit_s * results.patience)
+    end = time.monotonic() + call.limit_s * results.patience
     for _, group in itertools.groupby(call.parts, key=lambda part: part.group or part.name):
         runnable = [part for part in group if _can_run(part, results, can_run_engine, end)]
         run_together(runnable, results, environment, end)

@@ -6,7 +6,6 @@ requests of many independent people. A queue can therefore form.
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +17,8 @@ class Arrivals(Protocol):
     def is_open(self) -> bool:
         """Whether requests arrive independently of the answers (an open loop)."""
 
-    def gaps_s(self, rng: random.Random) -> Iterator[float]:
-        """Yield the seconds after an answer (closed loop) or between two arrivals (open loop)."""
+    def gap_s(self, rng: random.Random) -> float:
+        """Return the seconds after an answer (closed loop) or since the last arrival."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,9 @@ class Closed:
     most_s: float = 0.5
     is_open = False
 
-    def gaps_s(self, rng: random.Random) -> Iterator[float]:
-        """Yield the pauses in seconds."""
-        while True:
-            yield rng.uniform(self.least_s, self.most_s)
+    def gap_s(self, rng: random.Random) -> float:
+        """Return a random pause in seconds."""
+        return rng.uniform(self.least_s, self.most_s)
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,9 @@ class Poisson:
     per_second: float
     is_open = True
 
-    def gaps_s(self, rng: random.Random) -> Iterator[float]:
-        """Yield the seconds between arrivals."""
-        while True:
-            yield rng.expovariate(self.per_second)
+    def gap_s(self, rng: random.Random) -> float:
+        """Return the random seconds between two arrivals."""
+        return rng.expovariate(self.per_second)
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,9 @@ class Constant:
     per_second: float
     is_open = True
 
-    def gaps_s(self, rng: random.Random) -> Iterator[float]:  # noqa: ARG002 - see Arrivals
-        """Yield the seconds between arrivals."""
-        while True:
-            yield 1.0 / self.per_second
+    def gap_s(self, rng: random.Random) -> float:  # noqa: ARG002 - see Arrivals
+        """Return the seconds between two arrivals."""
+        return 1.0 / self.per_second
 
 
 def arrival_process(name: str, per_second: float) -> Arrivals:

@@ -31,6 +31,9 @@ from loadtest.load.shared_options import SHARED_OPTIONS
 # patched the standard library.
 grpc_gevent.init_gevent()
 
+# The mean time after which a client cancels its request.
+_MEAN_STAY_S = 0.2
+
 
 class _Run:
     """The state that all users share: the endpoints, the checker of replies, and the records."""
@@ -60,13 +63,11 @@ class LoadUser(User):
     Attributes:
         arrivals: the arrival process. The option `--arrivals` replaces it for all scenarios.
         cancel_share: the share of requests that their clients cancel at a random time.
-        mean_stay_s: the mean time after which these clients cancel.
     """
 
     abstract = True
     arrivals: Arrivals = Closed()
     cancel_share = 0.0
-    mean_stay_s = 0.2
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -78,7 +79,6 @@ class LoadUser(User):
         self.rng = random.Random(self._run.rng.random())
         if options.arrivals:
             self.arrivals = arrivals.arrival_process(options.arrivals, options.rate)
-        self._gaps_s = self.arrivals.gaps_s(self.rng)
         self._due = 0.0
 
     def asks(self) -> list[Ask]:
@@ -104,7 +104,7 @@ class LoadUser(User):
 
     def wait_time(self) -> float:
         """Return the seconds until the next arrival."""
-        gap_s = next(self._gaps_s)
+        gap_s = self.arrivals.gap_s(self.rng)
         if not self.arrivals.is_open:
             return gap_s
         self._due += gap_s
@@ -114,7 +114,7 @@ class LoadUser(User):
         """Return the request. With the probability `cancel_share`, a client cancels a stream."""
         if not ask.is_stream or self.rng.random() >= self.cancel_share:
             return ask
-        return ask.cancelled(self.rng.expovariate(1 / self.mean_stay_s) + 0.001)
+        return ask.cancelled(self.rng.expovariate(1 / _MEAN_STAY_S) + 0.001)
 
     def _send(self, ask: Ask, late_s: float) -> None:
         """Send a request, check the reply, and store its record."""

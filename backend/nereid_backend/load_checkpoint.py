@@ -31,6 +31,7 @@ from nereid_backend.checkpoints.safetensors_files import (
     describe_adapter,
     open_tensors,
 )
+from nereid_backend.checkpoints.tokenizer_eos import read_tokenizer_eos_id
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from nereid_backend.linear.lora_layers import LoraLayers
 from nereid_backend.linear.prepack import has_fast_bfloat16
@@ -69,7 +70,8 @@ class Checkpoint:
         device: the device of the weights.
         text_config: the part of the config that describes the decoder.
         architecture: the name of the model's class in the config.
-        eos_token_ids: the end-of-sequence tokens in generation_config.json and config.json, sorted.
+        eos_token_ids: the end-of-sequence tokens in generation_config.json and config.json, and the
+            end-of-sequence token of the tokenizer, sorted.
         vocab_size: the number of valid token ids.
         weights_bytes: the memory of the parameters and buffers, in bytes.
         adapters: the LoRA adapters that change the model's linear layers.
@@ -179,7 +181,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         device=device,
         text_config=text_config,
         architecture=architecture,
-        eos_token_ids=_eos_token_ids(model, config, text_config),
+        eos_token_ids=_eos_token_ids(model, config, text_config, folder),
         vocab_size=_num_embeddings(model),
         weights_bytes=model_bytes(model),
         adapters=LoraLayers(model),
@@ -378,15 +380,21 @@ def _has_slow_bfloat16(device: torch.device) -> bool:
 
 
 def _eos_token_ids(
-    model: PreTrainedModel, config: PretrainedConfig, text_config: PretrainedConfig
+    model: PreTrainedModel, config: PretrainedConfig, text_config: PretrainedConfig, folder: Path
 ) -> tuple[int, ...]:
     """Return the sorted ids of the end-of-sequence tokens of a model.
 
-    The ids are collected from the generation config, the config and the text config. Ids outside
-    the vocabulary are ignored. Some checkpoints use -1 to mean that there is no token.
+    The ids are collected from the generation config, the config, the text config, and the tokenizer
+    in `folder`. Ids outside the vocabulary are ignored. Some checkpoints use -1 to mean that there
+    is no token.
     """
     vocab_size = _num_embeddings(model)
     token_ids: set[int] = set()
+    # Programs for training on chats often change the token of the tokenizer, such as <|im_end|>,
+    # and leave the token of the base model in config.json.
+    tokenizer_eos_id = read_tokenizer_eos_id(folder)
+    if tokenizer_eos_id is not None:
+        token_ids.add(tokenizer_eos_id)
     for source in (getattr(model, "generation_config", None), config, text_config):
         value = getattr(source, "eos_token_id", None)
         if isinstance(value, int):

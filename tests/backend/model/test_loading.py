@@ -408,6 +408,43 @@ def test_end_tokens_come_from_generation_config_and_config(copy):
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<|im_end|>"},
+                "tokenizer.json": {"added_tokens": [{"id": 5, "content": "<|im_end|>"}]},
+            },
+            (2, 5),
+        ),
+        (
+            {
+                "tokenizer_config.json": {
+                    "eos_token": {"content": "<|im_end|>"},
+                    "added_tokens_decoder": {"5": {"content": "<|im_end|>"}},
+                }
+            },
+            (2, 5),
+        ),
+        (
+            {
+                "special_tokens_map.json": {"eos_token": "<|im_end|>"},
+                "tokenizer.json": {"added_tokens": [{"id": 999, "content": "<|im_end|>"}]},
+            },
+            (2,),  # The token 999 is outside the vocabulary.
+        ),
+        ({"tokenizer_config.json": [], "tokenizer.json": {"added_tokens": 5}}, (2,)),
+    ],
+)
+def test_the_end_token_of_the_tokenizer_ends_answers(files, expected, copy):
+    for name, content in files.items():
+        (copy / name).write_text(json.dumps(content))
+    engine = open_engine(copy)
+    assert engine.info.eos_token_ids == expected
+    engine.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its permissions")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_file_without_permission_is_reported_as_such(name, checkpoint):

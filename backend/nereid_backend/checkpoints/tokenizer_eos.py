@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the id of the tokenizer's end-of-sequence token from the files of a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_tokenizer_eos_id(folder: Path) -> int | None:
+    """Return the id of the tokenizer's end-of-sequence token; None if the files do not contain it.
+
+    Example: the eos_token "<|im_end|>" in tokenizer_config.json and the token {"id": 7, "content":
+    "<|im_end|>"} in tokenizer.json return 7.
+    """
+    config = _read_object(folder / "tokenizer_config.json")
+    token = config.get("eos_token") or _read_object(folder / "special_tokens_map.json").get(
+        "eos_token"
+    )
+    text = _text_of(token)
+    if not text:
+        return None
+    # Older versions of transformers list the added tokens in tokenizer_config.json, too. This file
+    # is much smaller than tokenizer.json.
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        ids = [token_id for token_id, added in decoder.items() if _text_of(added) == text]
+        if ids and ids[0].isdecimal():
+            return int(ids[0])
+    added_tokens = _read_object(folder / "tokenizer.json").get("added_tokens")
+    for added in added_tokens if isinstance(added_tokens, list) else []:
+        if _text_of(added) == text and isinstance(added.get("id"), int):
+            return int(added["id"])
+    return None
+
+
+def _text_of(token: object) -> object:
+    """Return the text of a token, which is a text, or an object with the field `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if the file is missing or damaged.
+
+    The tokenizer's process reports a damaged file.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -128,11 +128,6 @@ class Measured:
     rate: float
     limit: float
 
-    @property
-    def share(self) -> float:
-        """The measured rate, divided by the limit."""
-        return self.rate / self.limit
-
 
 class LayerStep:
     """One layer of one packed step over a KV cache of random numbers."""

@@ -158,17 +158,18 @@ def rates(device: torch.device) -> None:
         report("prefill", prefill_rate(case, device), _PREFILL_TARGET)
 
 
-def report(kernel: str, found: Measured, target: float) -> None:
+def report(kernel: str, measured: Measured, target: float) -> None:
     """Print a measured rate, its share of the limit, and the share that it should reach."""
     unit, scale = ("GB/s", 1e9) if kernel == "decode" else ("TFLOP/s", 1e12)
     limit = "a copy" if kernel == "decode" else "torch's fused attention"
+    share = measured.rate / measured.limit
     emit(
         Rank.VERDICT,
-        f"{kernel} attention, {found.name}: {found.milliseconds:.3f} ms, "
-        f"{found.rate / scale:.0f} {unit}, {found.share:.0%} of {limit} (target {target:.0%})",
+        f"{kernel} attention, {measured.name}: {measured.milliseconds:.3f} ms, "
+        f"{measured.rate / scale:.0f} {unit}, {share:.0%} of {limit} (target {target:.0%})",
         kernel=kernel,
-        share=None if math.isnan(found.share) else found.share,
-        **dataclasses.asdict(found),
+        share=None if math.isnan(share) else share,
+        **dataclasses.asdict(measured),
     )
 
 

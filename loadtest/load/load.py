@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,19 +205,14 @@ def locust_command(
         "--host": stack.openai_url,
         "--records": records_path,
     }
-    for name in SHARED_OPTIONS:
-        options[name] = getattr(args, name.removeprefix("--").replace("-", "_"))
+    values = {
+        name: getattr(args, name.removeprefix("--").replace("-", "_")) for name in SHARED_OPTIONS
+    }
+    options |= {name: value for name, value in values.items() if value is not None}
     options |= {"--triton-url": stack.triton_url, "--grpc-url": stack.grpc_url}
     flags = ["--headless", "--only-summary"] + ["--numbered"] * (phase.name == "numbered")
     command = [sys.executable, "-m", "locust", "-f", str(_LOADTEST / "locustfile.py")]
-    return [*command, *scenarios, *flags, *_words(options)]
-
-
-def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield the options that have a value. Example: `{"--seed": 1}` yields `"--seed=1"`."""
-    for name, value in options.items():
-        if value is not None:
-            yield f"{name}={value}"
+    return [*command, *scenarios, *flags, *(f"{name}={value}" for name, value in options.items())]
 
 
 def facts() -> list[str]:

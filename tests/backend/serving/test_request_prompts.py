@@ -174,6 +174,12 @@ def test_calls_without_an_id_or_a_type_get_what_chat_templates_read():
     assert [result["name"] for result in read[:2]] == ["f", "g"]
 
 
+def test_encrypted_thinking_is_left_out():
+    parts = [{"type": "redacted_thinking", "data": "Ej"}, {"type": "text", "text": "Hi"}]
+    (message,) = read_messages({"messages": [{"role": "assistant", "content": parts}]}, LIMITS)
+    assert message == {"role": "assistant", "content": "Hi"}
+
+
 def test_an_empty_list_of_tool_calls_is_left_out():
     message = {"role": "assistant", "content": "Hi", "tool_calls": []}
     assert read_messages({"messages": [message]}, LIMITS) == [

@@ -182,8 +182,10 @@ def _with_thinking_as_reasoning(message: dict[str, Any], index: int) -> dict[str
     """Move content parts of the type "thinking" to the reasoning of an assistant's message.
 
     Clients that switch from the APIs of Anthropic or Mistral send such parts, and vLLM accepts
-    them. Example: the content `[{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text":
-    "Hi"}]` becomes `[{"type": "text", "text": "Hi"}]`, and "Hm" becomes the reasoning.
+    them. Parts of the type "redacted_thinking" are removed, because they are encrypted.
+
+    Example: the content `[{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Hi"}]`
+    becomes `[{"type": "text", "text": "Hi"}]`, and "Hm" becomes the reasoning.
     """
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, list):
@@ -191,12 +193,13 @@ def _with_thinking_as_reasoning(message: dict[str, Any], index: int) -> dict[str
     others: list[Any] = []
     reasoning = ""
     for part in content:
-        if isinstance(part, dict) and part.get("type") == "thinking":
+        part_type = part.get("type") if isinstance(part, dict) else None
+        if part_type == "thinking":
             # The thinking is a string or, in Mistral's API, a list of text parts.
             thinking = part.get("thinking") or ""
             texts = thinking if isinstance(thinking, list) else [thinking]
             reasoning += "".join(_read_text_part(text, index) for text in texts)
-        else:
+        elif part_type != "redacted_thinking":
             others.append(part)
     if not reasoning:
         return {**message, "content": others}

@@ -16,39 +16,26 @@ from loadtest.load import load, numbered_answers, records
 LOADTEST = Path(load.__file__).parents[1]
 
 
-def locust(url, tmp_path, *scenarios, seconds=3, file=LOADTEST / "locustfile.py"):
-    """Run the load test against a server that answers with numbered tokens.
+def locust(url, tmp_path, *scenarios, file=LOADTEST / "locustfile.py"):
+    """Run the load test for three seconds against a server that answers with numbered tokens.
 
     Returns: the exit code and the records of the requests.
     """
-    kept = tmp_path / "records"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "locust", "-f", str(file), *scenarios),
-            *(
-                "--headless",
-                "-u2",
-                "-r2",
-                f"-t{seconds}s",
-                f"--host={url}",
-                "--numbered",
-                "--seed=1",
-            ),
-            *("--arrivals=constant", "--rate=4", f"--records={kept}", "--max-tokens=10"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert kept.exists(), done.stderr
-    return done.returncode, records.read(kept)
+    records_path = tmp_path / "records"
+    flags = f"--headless -u2 -r2 -t3s --host={url} --records={records_path}".split()
+    flags += ["--numbered", "--seed=1", "--arrivals=constant", "--rate=4", "--max-tokens=10"]
+    command = [sys.executable, "-m", "locust", "-f", str(file), *scenarios, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert records_path.exists(), done.stderr
+    return done.returncode, records.read(records_path)
 
 
+# For each fault, a function that returns the tokens of an answer with this fault.
 FAULTS = {
-    "lost": lambda said: [*said[:3], *said[4:]],
-    "doubled": lambda said: [*said[:3], said[2], *said[3:]],
-    "reordered": lambda said: [*said[:2], said[3], said[2], *said[4:]],
-    "truncated": lambda said: said[:-1],
+    "lost": lambda tokens: [*tokens[:3], *tokens[4:]],
+    "doubled": lambda tokens: [*tokens[:3], tokens[2], *tokens[3:]],
+    "reordered": lambda tokens: [*tokens[:2], tokens[3], tokens[2], *tokens[4:]],
+    "truncated": lambda tokens: tokens[:-1],
 }
 
 
@@ -57,20 +44,22 @@ def recite(faults=()):
 
     If there are `faults`, every other stream contains the next fault.
     """
-    faults = itertools.cycle([*faults, None]) if faults else itertools.repeat(None)
-    turns = itertools.cycle([None, faults])
+    # For two faults, the streams in turn have: no fault, the first, no fault, the second, ...
+    fault_of_stream = itertools.cycle(
+        [turn for fault in faults for turn in (None, fault)] or [None]
+    )
 
     def answer(body):
-        text = body["messages"][-1]["content"]
-        series = int(re.search(r"series (\d\d)", text)[1])
-        said = list(numbered_answers.tokens(series)[: body["max_tokens"]])
-        usage = {"completion_tokens": len(said)}
+        prompt = body["messages"][-1]["content"]
+        series = int(re.search(r"series (\d\d)", prompt)[1])
+        tokens = list(numbered_answers.tokens(series)[: body["max_tokens"]])
+        usage = {"completion_tokens": len(tokens)}
         if not body.get("stream"):
-            message = {"message": {"content": "".join(said)}, "finish_reason": "length"}
-            return 200, [json.dumps({"choices": [message], "usage": usage}).encode()]
-        turn = next(turns)
-        fault = turn and next(turn)
-        return 200, stream(FAULTS[fault](said) if fault else said, usage=len(said))
+            choice = {"message": {"content": "".join(tokens)}, "finish_reason": "length"}
+            return 200, [json.dumps({"choices": [choice], "usage": usage}).encode()]
+        fault = next(fault_of_stream)
+        sent_tokens = FAULTS[fault](tokens) if fault else tokens
+        return 200, stream(sent_tokens, usage=len(tokens))
 
     return answer
 

@@ -9,6 +9,7 @@ Each result is one line of JSON; see lines.py. With the environment variable NER
 model is tiny and runs on the CPU.
 """
 
+import argparse
 import collections
 import gc
 import itertools
@@ -94,6 +95,19 @@ def main() -> None:
     if args.generate_batch:
         measure_generate_batch(shape, dtype, device, sizes)
         return
+    measured = Measured(load_engine(args, shape, dtype, device), sizes)
+    measured.generate(batch=1, context=16, answer=4)  # the first call is slow
+    measured.decode()
+    measured.prefill()
+    if args.profile:
+        measured.profiles()
+    if args.arrivals:
+        measured.arrivals()
+    measured.close()
+
+
+def load_engine(args: argparse.Namespace, shape: str, dtype: str, device: torch.device) -> Engine:
+    """Return an engine with random weights, and print the seconds of the load."""
     settings = {"device": str(device), "num_threads": min(8, os.cpu_count() or 1)}
     if IS_REHEARSAL:
         settings |= prepare_rehearsal()
@@ -103,21 +117,11 @@ def main() -> None:
         engine = random_engine(
             Path(folder), shape, dtype, report_progress, fused_norms=args.fused_norms, **settings
         )
-    measured = Measured(engine, sizes)
-    emit(
-        Rank.DETAIL,
-        f"loaded in {time.perf_counter() - started:.0f} s",
-        stages=engine.info.seconds,
-        attention=engine.info.attention,
-    )
-    measured.generate(batch=1, context=16, answer=4)  # the first call is slow
-    measured.decode()
-    measured.prefill()
-    if args.profile:
-        measured.profiles()
-    if args.arrivals:
-        measured.arrivals()
-    engine.close()
+    seconds = time.perf_counter() - started
+    info = engine.info
+    text = f"loaded in {seconds:.0f} s"
+    emit(Rank.DETAIL, text, stages=info.seconds, attention=info.attention)
+    return engine
 
 
 def prepare_rehearsal() -> dict[str, Any]:
@@ -154,6 +158,10 @@ class Measured:
         self._sizes = sizes
         self._times = StepTimes(engine)
         self._rng = random.Random(0)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
 
     def generate(self, batch: int, context: int, answer: int) -> float:
         """Generate `batch` answers of `answer` tokens to random prompts, and return the seconds."""

@@ -24,15 +24,15 @@ def read(folder, text):
 
 def weights(folder, name, **tensors):
     """Write a checkpoint's header with tensors of the given (dtype, shape), and return `name`."""
-    header, end = {}, 0
+    header, offset = {}, 0
     for key, (dtype, shape) in tensors.items():
         size = math.prod(shape) * {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}[dtype]
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    header_json = json.dumps(header).encode()
     (folder / name).mkdir()
     path = folder / name / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    path.write_bytes(struct.pack("<Q", len(header_json)) + header_json)
     return name
 
 
@@ -49,43 +49,50 @@ def test_only_the_weight_files_that_are_loaded_count_as_memory(tmp_path):
         (folder / name).write_bytes(content)
     index = {"weight_map": {"matrix": "model-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    sizes = [estimate_memory(folder, {}).weights]  # model.safetensors
+
+    size_of_model_file = estimate_memory(folder, {}).weights
     (folder / "model.safetensors").unlink()
-    sizes.append(estimate_memory(folder, {}).weights)  # the files in the index
+    size_of_files_in_index = estimate_memory(folder, {}).weights
     (folder / "consolidated.safetensors").unlink()
     (folder / "model.safetensors.index.json").unlink()
-    sizes.append(estimate_memory(folder, {}).weights)  # all files except the adapter
+    size_without_adapter = estimate_memory(folder, {}).weights
     (tmp_path / "modules.json").write_text('[{"idx": 0, "path": "a"}]')
-    sizes.append(estimate_memory(tmp_path, {}).weights)  # the model in the subfolder
-    assert len(set(sizes)) == 1
-    assert sizes[0] > 0
+    size_of_subfolder = estimate_memory(tmp_path, {}).weights
+
+    assert size_of_model_file > 0
+    assert size_of_files_in_index == size_of_model_file
+    assert size_without_adapter == size_of_model_file
+    assert size_of_subfolder == size_of_model_file
 
 
 def test_the_memory_of_a_model_is_its_weights_and_its_kv_cache(tmp_path):
     name = weights(tmp_path, "a", matrix=("F16", [1000, 1024]), bias=("F16", [10]), q=("I8", [8]))
+    tables = {
+        "auto": 'kv_cache_memory = "1MiB"',
+        "half": 'dtype = "bfloat16"',
+        "rounded": 'weight_dtype = "int8"',
+        "gpu": 'device = "cuda:0"\ndata_parallel_size = 2',
+        "search": 'kind = "embedding"',
+        "draft": f'weight_dtype = "int8"\ndraft_model = "{tmp_path / name}"',
+    }
     text = "".join(
-        f'[{table}]\nmodel = "{name}"\n{settings}\n'
-        for table, settings in {
-            "auto": 'kv_cache_memory = "1MiB"',
-            "half": 'dtype = "bfloat16"\nload_at_start = false',
-            "rounded": 'weight_dtype = "int8"\nload_at_start = false',
-            "gpu": 'device = "cuda:0"\ndata_parallel_size = 2\nload_at_start = false',
-            "search": 'kind = "embedding"\nload_at_start = false',
-            "draft": f'weight_dtype = "int8"\ndraft_model = "{tmp_path / name}"\n'
-            "load_at_start = false",
-        }.items()
+        f'[{table}]\nmodel = "{name}"\n{settings}\nload_at_start = {str(table == "auto").lower()}\n'
+        for table, settings in tables.items()
     )
     models = file_with_budget(tmp_path, '"400MiB"', text)
     memory = {spec.name: spec.memory for spec in models.specs}
+
     assert models.memory_budget == 400 << 20
-    assert memory["auto"] == ModelMemory(4 * 1_024_010 + 8, 1 << 20)
-    assert memory["half"] == ModelMemory(2 * 1_024_010 + 8, 100 << 20)
+    # A quarter of the budget is the default size of a KV cache. The matrix has 1,024,000 elements.
+    assert memory["auto"] == ModelMemory(weights=4 * 1_024_010 + 8, kv_cache=1 << 20)
+    assert memory["half"] == ModelMemory(weights=2 * 1_024_010 + 8, kv_cache=100 << 20)
     assert memory["rounded"].weights == int(1.04 * 1_024_000 + 4 * 10 + 8)
     assert memory["draft"].weights == 2 * memory["rounded"].weights
-    assert memory["gpu"] == ModelMemory(2 * (2 * 1_024_010 + 8), 200 << 20)
-    assert memory["search"] == ModelMemory(4 * 1_024_010 + 8, 0)
+    assert memory["gpu"] == ModelMemory(weights=2 * (2 * 1_024_010 + 8), kv_cache=200 << 20)
+    assert memory["search"] == ModelMemory(weights=4 * 1_024_010 + 8, kv_cache=0)
     # The engine must get the size of the KV cache that was used to compute the memory of the model.
-    assert models.specs[1].settings["kv_cache_memory"] == str(100 << 20)
+    half = next(spec for spec in models.specs if spec.name == "half")
+    assert half.settings["kv_cache_memory"] == str(100 << 20)
 
 
 def test_the_memory_of_a_model_takes_the_default_settings_into_account(tmp_path):
@@ -138,18 +145,14 @@ def test_tables_become_models_in_order(tmp_path):
         idle_unload_s = 600
         """,
     )
-    assert (chat.name, chat.triton_name, chat.names) == (
-        "org/chat",
-        "org-chat",
-        ("org/chat", "gpt-4o"),
-    )
+    assert chat.name == "org/chat"
+    assert chat.triton_name == "org-chat"
+    assert chat.names == ("org/chat", "gpt-4o")
     assert chat.path == tmp_path.resolve() / "weights" / "chat"
     assert chat.entry.settings == {"max_num_seqs": "8", "enable_prefix_caching": "false"}
-    assert (search.kind, search.entry.load_at_start, search.entry.idle_unload_s) == (
-        "embedding",
-        False,
-        600,
-    )
+    assert search.kind == "embedding"
+    assert search.entry.load_at_start is False
+    assert search.entry.idle_unload_s == 600
 
 
 @pytest.mark.parametrize(
@@ -178,31 +181,36 @@ def test_a_wrong_file_is_named_with_the_table(tmp_path, text, words):
         read(tmp_path, text)
 
 
+def parameters_of(config):
+    """Return the parameters of a model's configuration: name -> text."""
+    return {name: value.string_value for name, value in config.parameters.items()}
+
+
 def test_the_repository_has_a_valid_configuration_for_each_model(tmp_path):
-    path = tmp_path / "models.toml"
-    path.write_text(
+    models_file = tmp_path / "models.toml"
+    models_file.write_text(
         '[chat]\nmodel = "c"\ntool_parser = "a\\"b\\\\é"\n[e]\nkind = "embedding"\nmodel = "e"\n',
         encoding="utf-8",
     )
-    folder = tmp_path / "repository"
-    models = read_models_file(path, {"llm": {"max_num_seqs": "4"}})
-    write_repository(folder, SOURCE, models.specs)
-    configs = {}
-    for path in folder.glob("*/config.pbtxt"):
-        config = text_format.Parse(path.read_text("utf-8"), model_config_pb2.ModelConfig())
-        assert config.name == path.parent.name
-        assert (path.parent / "1").is_dir()
-        configs[config.name] = config
-    steps = ("chat-tokenizer", "chat-executor", "chat-postprocessor")
+    models = read_models_file(models_file, {"llm": {"max_num_seqs": "4"}})
+
+    repository = tmp_path / "repository"
+    write_repository(repository, SOURCE, models.specs)
+
+    configs = {
+        path.parent.name: text_format.Parse(path.read_text("utf-8"), model_config_pb2.ModelConfig())
+        for path in repository.glob("*/config.pbtxt")
+    }
+    steps = ["chat-tokenizer", "chat-executor", "chat-postprocessor"]
     assert set(configs) == {"chat", "e", *steps}
-    used = [step.model_name for step in configs["chat"].ensemble_scheduling.step]
-    assert used == list(steps)
+    for name, config in configs.items():
+        assert config.name == name
+        assert (repository / name / "1").is_dir()
+    assert [step.model_name for step in configs["chat"].ensemble_scheduling.step] == steps
     for step in steps:
-        parameters = {name: value.string_value for name, value in configs[step].parameters.items()}
-        assert parameters == {
+        assert parameters_of(configs[step]) == {
             "model": str(tmp_path.resolve() / "c"),
             "tool_parser": 'a"b\\é',
             "max_num_seqs": "4",
         }
-    parameters = {name: value.string_value for name, value in configs["e"].parameters.items()}
-    assert parameters == {"model": str(tmp_path.resolve() / "e")}
+    assert parameters_of(configs["e"]) == {"model": str(tmp_path.resolve() / "e")}

@@ -46,20 +46,18 @@ async def client(monkeypatch, backends):
     `gpt`.
     """
     entry = ModelEntry(model="/")
-    specs = [ModelSpec(name=name, triton_name=name, path="/", entry=entry) for name in "abdc"]
-    control = ModelControl(specs, Repository())
-    await control.unload(specs[1])
-    contexts = Contexts(
-        tuple(
-            Context(
-                Settings(served_model_name=name, ensemble=name, allow_lora_updates=True),
-                ControlledBackend(backend, name, control),
-                ("gpt",) if name == "c" else (),
-            )
-            for name, backend in backends.items()
-        ),
-        control,
+    specs = {name: ModelSpec(name=name, triton_name=name, path="/", entry=entry) for name in "abdc"}
+    control = ModelControl(list(specs.values()), Repository())
+    await control.unload(specs["b"])
+    context_of_each_model = tuple(
+        Context(
+            Settings(served_model_name=name, ensemble=name, allow_lora_updates=True),
+            ControlledBackend(backend, name, control),
+            aliases=("gpt",) if name == "c" else (),
+        )
+        for name, backend in backends.items()
     )
+    contexts = Contexts(context_of_each_model, control)
     monkeypatch.setattr(app_module, "create_contexts", lambda *_: contexts)
     app = app_module.create_app(Settings())
     app.state.make_pooling = FakePooling

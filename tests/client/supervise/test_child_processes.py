@@ -115,19 +115,19 @@ def test_a_zombie_that_crashed_is_told_from_one_that_exited():
 def test_a_process_that_survives_a_kill_is_named_and_does_not_block_the_end(monkeypatch, capsys):
     # A process that waits for a device driver survives SIGKILL. The test simulates such a process:
     # it replaces the function that sends the signals.
-    reading = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         # Popen can return before Linux has changed the name of the process from "python" to "cat".
         # The first output of the process proves that the name has changed.
-        reading.stdin.write(b"ready\n")
-        reading.stdin.flush()
-        assert reading.stdout.readline() == b"ready\n"
-        monkeypatch.setattr(child_processes, "_descendants", lambda keep: [reading.pid])
+        cat.stdin.write(b"ready\n")
+        cat.stdin.flush()
+        assert cat.stdout.readline() == b"ready\n"
+        monkeypatch.setattr(child_processes, "_descendants", lambda keep: [cat.pid])
         monkeypatch.setattr(child_processes, "_signal_all", lambda pids, signal: None)
         monkeypatch.setattr(child_processes, "_MAX_KILL_S", 0.1)
-        names = child_processes.end_descendants(0.0, lambda seconds: False)
+        survivors = child_processes.end_descendants(0.0, lambda seconds: False)
     finally:
-        reading.kill()
-        reading.communicate()
-    assert names == [f"cat ({reading.pid})"]
-    assert f"did not end after SIGKILL: cat ({reading.pid})" in capsys.readouterr().err
+        cat.kill()
+        cat.communicate()
+    assert survivors == [f"cat ({cat.pid})"]
+    assert f"did not end after SIGKILL: cat ({cat.pid})" in capsys.readouterr().err

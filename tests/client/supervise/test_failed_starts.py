@@ -11,28 +11,27 @@ from nereid_client.supervise.supervisor import Supervisor
 
 
 def test_a_restart_without_memory_for_a_process_is_tried_again(tmp_path, monkeypatch):
-    program_file = tmp_path / "program"
-    program_file.write_text("#!/bin/sh\nexit 3\n")
-    program_file.chmod(0o755)
-    program = Program("the OpenAI frontend", [str(program_file)], {})
+    program = Program("the OpenAI frontend", ["/bin/false"], {})
     with (tmp_path / "log").open("w") as log:
         failing = SupervisedProgram(program, RestartPolicy(max_restarts=2, backoff_s=0.0), log)
     failing.child.stop(5, time.sleep)
     supervisor = Supervisor(SimpleNamespace(max_process_memory=0))
     working = SimpleNamespace(restart_at=None, is_restart_due=False, failure=lambda: None)
+    # The supervisor gets its programs from `run`, which would start a Triton server.
     supervisor._programs = [working, failing]
     supervisor._is_announced = True
     monkeypatch.setattr(supervisor, "_end_processes_of", lambda program: None)
     monkeypatch.setattr(supervisor, "_server_failure", lambda: None)
 
-    def fail():
+    def fail_to_start():
         failing.restart_at = None
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr(failing, "start", fail)
-        assert supervisor._handle_failures() is None
+        patch.setattr(failing, "start", fail_to_start)
+        assert supervisor._handle_failures() is None  # the program has ended: the first restart
         supervisor._restart_due_programs()
-    assert supervisor._handle_failures() is None
+    assert supervisor._handle_failures() is None  # the restart has failed: the second restart
+
     assert failing.restart_at is not None
     assert failing.restarts.number == 2

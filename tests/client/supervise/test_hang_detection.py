@@ -3,11 +3,38 @@
 import json
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.hang_detection import PROBES, HangWatch
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests to a `Server`. A POST request is a probe."""
+
+    def do_GET(self):
+        page = "nereid:generation_tokens_total 5\n"
+        if self.path == "/health/ready":
+            page = json.dumps({"num_requests": self.server.owner.num_requests})
+        self.answer(200, page)
+
+    def do_POST(self):
+        owner = self.server.owner
+        owner.probes.append(self.rfile.read(int(self.headers["content-length"])))
+        if owner.is_blocked:
+            owner.has_ended.wait(20)
+        self.answer(owner.status, "{}")
+
+    def answer(self, status, text):
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args):
+        pass
 
 
 class Server:
@@ -18,52 +45,33 @@ class Server:
         is_blocked: whether the server leaves small requests (probes) without an answer.
         status: the HTTP status of the answer to a small request.
         probes: the bodies of the small requests.
+        has_ended: an event that ends the blocked requests.
+        watch: the hang detection that watches this server.
     """
 
     def __init__(self):
         self.num_requests, self.is_blocked, self.status = 1, False, 200
         self.probes = []
-        self.end = threading.Event()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                page = "nereid:generation_tokens_total 5\n"
-                if self.path == "/health/ready":
-                    page = json.dumps({"num_requests": outer.num_requests})
-                self.answer(200, page)
-
-            def do_POST(self):
-                outer.probes.append(self.rfile.read(int(self.headers["content-length"])))
-                if outer.is_blocked:
-                    outer.end.wait(20)
-                self.answer(outer.status, "{}")
-
-            def answer(self, status, text):
-                self.send_response(status)
-                self.send_header("content-length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *args):
-                pass
-
+        self.has_ended = threading.Event()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.owner = self
         self.http.handle_error = lambda *args: None
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{self.http.server_port}"
         client = FrontendClient(url, "m", "")
         self.watch = HangWatch(client, f"{url}/metrics", url, PROBES["llm"], 0.8)
 
+    def close(self):
+        self.watch.stop()
+        self.has_ended.set()
+        self.http.shutdown()
+        self.http.server_close()
+
 
 @pytest.fixture
 def server():
-    made = Server()
-    yield made
-    made.watch.stop()
-    made.end.set()
-    made.http.shutdown()
-    made.http.server_close()
+    with closing(Server()) as server:
+        yield server
 
 
 def test_a_model_that_does_not_answer_is_found_although_metrics_and_frontend_answer(server):

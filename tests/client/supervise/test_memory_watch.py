@@ -30,7 +30,9 @@ class Machine:
         self.watch = MemoryWatch(
             0,
             self.messages.append,
-            processes=lambda: [ProcessMemory(p, f"process {p}", n) for p, n in self.sizes.items()],
+            processes=lambda: [
+                ProcessMemory(pid, f"process {pid}", size) for pid, size in self.sizes.items()
+            ],
             memory=lambda: Memory(24 * GIB, self.available),
             kill=self.killed.append,
             clock=lambda: self.now,

@@ -60,8 +60,9 @@ def stub(tmp_path, seconds):
     return subprocess.Popen([program, str(seconds)])
 
 
-def look_for(watch, seconds):
-    deadline = time.monotonic() + seconds
+def wait_for_dead_model(watch, timeout_s):
+    """Return the name of the first model that died, or None if no model dies within the time."""
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if model := watch.detect_dead_model():
             return model
@@ -75,21 +76,21 @@ def test_a_stub_that_died_and_was_not_waited_for_is_found(tmp_path):
     assert watch.detect_dead_model() is None
     process.kill()
     try:
-        assert look_for(watch, 60) == "a model"
+        assert wait_for_dead_model(watch, timeout_s=60) == "a model"
     finally:
         process.wait()
 
 
 @pytest.mark.parametrize(
-    ("number", "has_crashed"), [(signal.SIGABRT, True), (signal.SIGKILL, False)]
+    ("signal_number", "has_crashed"), [(signal.SIGABRT, True), (signal.SIGKILL, False)]
 )
-def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, number, has_crashed):
+def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, signal_number, has_crashed):
     process = stub(tmp_path, 60)
     watch = StubWatch(os.getpid())
-    watch.detect_dead_model()
-    process.send_signal(number)
+    watch.detect_dead_model()  # the first call finds the running stub
+    process.send_signal(signal_number)
     try:
-        assert look_for(watch, 60)
+        assert wait_for_dead_model(watch, timeout_s=60)
         assert watch.has_stub_crashed == has_crashed
     finally:
         process.wait()
@@ -101,21 +102,28 @@ def num_asleep(process):
     return names.count("triton_python_b") + names.count("sleep")
 
 
+def is_hang_detected_after_6_s(server):
+    """Watch a server for six seconds of a simulated clock. Return whether a hang was detected."""
+    clock = Clock()
+    watch = StubWatch(server.pid, clock)
+    watch.detect_dead_model()
+    assert not watch.detect_hang()
+    clock.now += 6
+    return watch.detect_hang()
+
+
 def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
     stub(tmp_path, 0).wait()  # this call creates the program file
     program = tmp_path / "triton_python_backend_stub"
+    # Two shells stand for two servers: the first one waits for its stub to end, and the second one
+    # waits for input.
     waiting = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & wait"])
     working = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & read -t 60 < <(sleep 60)"])
     try:
         wait_for(lambda: num_asleep(waiting) == 1 and is_waiting_for_a_child(waiting.pid))
         wait_for(lambda: num_asleep(working) == 2 and not is_waiting_for_a_child(working.pid))
-        for process, is_given_up in ((waiting, True), (working, False)):
-            clock = Clock()
-            watch = StubWatch(process.pid, clock)
-            watch.detect_dead_model()
-            assert not watch.detect_hang()
-            clock.now += 6
-            assert watch.detect_hang() == is_given_up
+        assert is_hang_detected_after_6_s(waiting)
+        assert not is_hang_detected_after_6_s(working)
     finally:
         for process in (waiting, working):
             for child in children_of(process.pid):
@@ -130,7 +138,7 @@ def test_a_stub_that_was_waited_for_was_meant_to_end(tmp_path):
     watch.detect_dead_model()
     process.kill()
     process.wait()
-    assert look_for(watch, 1) is None
+    assert wait_for_dead_model(watch, timeout_s=1) is None
 
 
 @pytest.mark.parametrize(
@@ -147,12 +155,12 @@ def test_a_stub_of_a_loaded_model_that_disappears_has_died(
     watch = StubWatch(os.getpid(), clock, can_unload=can_unload)
     watch.are_models_loaded = are_models_loaded
     wait_for(lambda: watch.detect_dead_model() is None and process.pid in pids_of_stubs())
-    clock.now += 6
+    clock.now += 6  # the watch searches for new stubs every five seconds
     watch.detect_dead_model()
     process.kill()
     process.wait()
     assert watch.detect_dead_model() is None
-    clock.now += 3
+    clock.now += 3  # a stub that disappeared two seconds ago counts as dead
     assert watch.detect_dead_model() == model
 
 
@@ -165,7 +173,7 @@ def test_other_dead_children_are_not_taken_for_stubs():
     process = subprocess.Popen([sys.executable, "-c", ""])
     watch = StubWatch(os.getpid())
     try:
-        assert look_for(watch, 1) is None
+        assert wait_for_dead_model(watch, timeout_s=1) is None
         assert any(child.pid == process.pid for child in children_of(os.getpid()))
     finally:
         process.wait()

@@ -11,13 +11,16 @@ def test_only_the_shared_memory_of_killed_servers_is_deleted(tmp_path):
 
     # When a server is killed, the kernel releases its lock, but the lock file remains.
     (tmp_path / "lock_of_nereid_1_01234567_").touch()
-    killed, other = create("nereid_1_01234567_"), create("other_")
+    region_of_killed_server = create("nereid_1_01234567_")
+    region_of_other_program = create("other_")
+
     with reserve_prefix("nereid_1_89abcdef_", tmp_path):
-        first = create("nereid_1_89abcdef_")
-        assert not killed.exists()
+        region_of_running_server = create("nereid_1_89abcdef_")
+        assert not region_of_killed_server.exists()
         with reserve_prefix("nereid_1_fedcba98_", tmp_path):
-            assert first.exists()
-    assert {path.name for path in tmp_path.iterdir()} == {first.name, other.name}
+            assert region_of_running_server.exists()
+
+    assert set(tmp_path.iterdir()) == {region_of_running_server, region_of_other_program}
 
 
 def test_a_server_starts_although_its_shared_memory_cannot_be_locked(tmp_path):

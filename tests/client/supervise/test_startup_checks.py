@@ -100,16 +100,20 @@ def test_git_lfs_pointers_and_missing_files_of_a_sharded_checkpoint_are_named(ch
         CliError, match=r"model.safetensors is only a pointer of Git LFS. Run `git lfs pull`"
     ):
         checks.check_checkpoint(checkpoint)
+
     (checkpoint / "model.safetensors").unlink()
     index = checkpoint / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
-    (checkpoint / "1.safetensors").write_bytes(broken_checkpoints.join_file({}, b""))
+    empty_file = broken_checkpoints.join_file({}, b"")
+    (checkpoint / "1.safetensors").write_bytes(empty_file)
     with pytest.raises(
         CliError, match=r"lacks 1 of 2 weight files. The first missing file is 2\.safetensors"
     ):
         checks.check_checkpoint(checkpoint)
-    (checkpoint / "2.safetensors").write_bytes(broken_checkpoints.join_file({}, b""))
+
+    (checkpoint / "2.safetensors").write_bytes(empty_file)
     checks.check_checkpoint(checkpoint)
+
     index.write_text('{"weight_map": []}')
     with pytest.raises(CliError, match="is damaged"):
         checks.check_checkpoint(checkpoint)
@@ -187,13 +191,16 @@ def test_a_wrong_setting_is_refused_before_anything_starts(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     servers = ("http", "grpc", "metrics", "openai")
-    ports = [f"--{s}-port={port}" for s, port in zip(servers, free_ports(4), strict=True)]
-    program, started = tmp_path / "tritonserver", tmp_path / "started"
-    program.write_text(f"#!/bin/bash\ntouch {started}\nexit 1\n")
-    program.chmod(0o755)
-    where = [f"--model={checkpoint}", f"--model-repository={REPOSITORY}"]
-    assert main(["serve", *where, *ports, *arguments, f"--tritonserver={program}"]) == 2
-    assert not started.exists()
+    ports = [f"--{name}-port={port}" for name, port in zip(servers, free_ports(4), strict=True)]
+    triton_server, start_flag = tmp_path / "tritonserver", tmp_path / "started"
+    triton_server.write_text(f"#!/bin/bash\ntouch {start_flag}\nexit 1\n")
+    triton_server.chmod(0o755)
+    paths = [f"--model={checkpoint}", f"--model-repository={REPOSITORY}"]
+
+    status = main(["serve", *paths, f"--tritonserver={triton_server}", *ports, *arguments])
+
+    assert status == 2
+    assert not start_flag.exists()
     error = capsys.readouterr().err
     assert error.startswith(f"nereid serve: {message}")
     assert error.count("\n") == 1

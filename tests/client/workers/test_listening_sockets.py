@@ -14,9 +14,9 @@ _NUM_CONNECTIONS = 64
 
 async def _iterations_until_accepted(sockets):
     """Connect 64 clients at once, and return how many event-loop iterations accept all of them."""
-    for one in sockets:
-        one.listen(2048)
-        one.setblocking(False)
+    for listening_socket in sockets:
+        listening_socket.listen(2048)
+        listening_socket.setblocking(False)
     accepted = []
 
     class Protocol(asyncio.Protocol):
@@ -25,12 +25,14 @@ async def _iterations_until_accepted(sockets):
 
     address = sockets[0].getsockname()
     clients = [socket.create_connection(address) for _ in range(_NUM_CONNECTIONS)]
-    loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(Protocol, sock=one) for one in sockets]
+    create_server = asyncio.get_running_loop().create_server
+    servers = [await create_server(Protocol, sock=bound_socket) for bound_socket in sockets]
+
     num_iterations = 0
     while len(accepted) < _NUM_CONNECTIONS:
         await asyncio.sleep(0)
         num_iterations += 1
+
     for closable in [*servers, *accepted, *clients]:
         closable.close()
     return num_iterations

@@ -5,7 +5,7 @@ Two connections to a database stand for two processes.
 
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import httpx
 import pytest
@@ -30,19 +30,28 @@ class Run:
     id, owner = "resp_1", ""
 
 
+@contextmanager
+def two_workers(path, limit):
+    """Yield the counts of the running requests of two workers, which share the database `path`."""
+    with closing(open_database(path)) as first, closing(open_database(path)) as second:
+        yield (
+            RequestsOfWorkers(limit, first, worker=0),
+            RequestsOfWorkers(limit, second, worker=1),
+        )
+
+
 def test_a_worker_that_ended_no_longer_counts(tmp_path):
     path = str(tmp_path / "requests.db")
-    databases = [open_database(path) for _ in range(2)]
-    first, second = (RequestsOfWorkers(4, one, n) for n, one in enumerate(databases))
-    first.add("a", 2)
-    second.add("a", 1)
-    assert (first.used, second.used, first.used_by("a"), first.used_by("b")) == (3, 3, 3, 0)
-    forget_worker(path, 0)
-    assert (first.used, second.used) == (1, 1)
-    second.remove("a", 1)
-    assert second.used == 0
-    for database in databases:
-        database.close()
+    with two_workers(path, limit=4) as (first, second):
+        first.add("a", 2)
+        second.add("a", 1)
+        assert (first.used, second.used) == (3, 3)
+        assert (first.used_by("a"), first.used_by("b")) == (3, 0)
+
+        forget_worker(path, 0)
+        assert (first.used, second.used) == (1, 1)
+        second.remove("a", 1)
+        assert second.used == 0
 
 
 @contextmanager
@@ -59,19 +68,17 @@ def full_disk(folder) -> Iterator[None]:
 
 def test_requests_are_counted_although_the_disk_is_full(tmp_path):
     path = str(tmp_path / "requests.db")
-    databases = [open_database(path) for _ in range(2)]
-    first, second = (RequestsOfWorkers(4, one, n) for n, one in enumerate(databases))
-    usages = UsagesOfWorkers(databases[0])
-    with full_disk(tmp_path):
-        for number in range(500):
-            first.add(f"client {number % 50}", 1)
-            second.add("", 1)
-            usages.add(f"requests of client {number % 50}", 1, 1, now=0.0)
-            assert first.used == 2
-            first.remove(f"client {number % 50}", 1)
-            second.remove("", 1)
-    for database in databases:
-        database.close()
+    with two_workers(path, limit=4) as (first, second), closing(open_database(path)) as database:
+        usages = UsagesOfWorkers(database)
+        with full_disk(tmp_path):
+            for number in range(500):
+                client = f"client {number % 50}"
+                first.add(client, 1)
+                second.add("", 1)
+                usages.add(f"requests of {client}", 1, 1, now=0.0)
+                assert first.used == 2
+                first.remove(client, 1)
+                second.remove("", 1)
 
 
 def change_often(store) -> None:
@@ -84,7 +91,8 @@ def change_often(store) -> None:
 async def test_a_response_is_not_stored_while_the_disk_is_full(tmp_path):
     limits = Limits(count=3, num_bytes=1_000_000, age_s=60)
     store = Store(limits, path=str(tmp_path / "responses.db"))
-    record = StoredResponse("r1", b"{}", b"[" + b"0," * 50_000 + b"0]", ())
+    large_items = b"[" + b"0," * 50_000 + b"0]"
+    record = StoredResponse("r1", b"{}", large_items, ())
     with full_disk(tmp_path):
         assert not store.add(record)
         with pytest.raises(ApiError) as raised:
@@ -110,35 +118,39 @@ def test_a_used_amount_decreases_for_all_workers(tmp_path):
 async def test_the_limits_of_the_response_store_hold_for_all_workers(tmp_path):
     path = str(tmp_path / "responses.db")
     limits = Limits(count=3, num_bytes=10_000, age_s=60)
-    stores = [Store(limits, path=path, worker=number) for number in (0, 1)]
-    for number in range(6):
-        assert stores[number % 2].add(StoredResponse(f"r{number}", b"{}", b"[]", ()))
-    assert [stores[0].find(f"r{number}") is None for number in range(6)] == [True] * 3 + [False] * 3
-    stores[0].begin(Run(), 100)
-    assert len(stores[1]) == 3
-    assert stores[1].find("resp_1").worker == 0
-    delete_running(path, 0)
-    assert stores[1].find("resp_1") is None
-    assert stores[1].num_bytes == sum(stores[1].find(f"r{number}").num_bytes for number in (4, 5))
-    for store in stores:
-        store.close()
+    first, second = (Store(limits, path=path, worker=number) for number in (0, 1))
+    with closing(first), closing(second):
+        for number in range(6):
+            store = (first, second)[number % 2]
+            assert store.add(StoredResponse(f"r{number}", b"{}", b"[]", ()))
+        stored_numbers = [number for number in range(6) if first.find(f"r{number}") is not None]
+        assert stored_numbers == [3, 4, 5]
+
+        first.begin(Run(), 100)
+        assert len(second) == 3
+        assert second.find("resp_1").worker == 0
+
+        delete_running(path, 0)
+        assert second.find("resp_1") is None
+        assert second.num_bytes == second.find("r4").num_bytes + second.find("r5").num_bytes
 
 
 @pytest.mark.anyio
 async def test_a_response_of_a_worker_that_ended_is_unavailable(tmp_path):
-    place = WorkerPlace(0, 2, str(tmp_path), 0)
+    place = WorkerPlace(number=0, count=2, folder=str(tmp_path), port=0)
     app = create_app(Settings(served_model_name="echo"), FakeBackend, place)
     limits = Limits(count=3, num_bytes=10_000, age_s=60)
-    other = Store(limits, path=place.responses_path, worker=1)
-    other.begin(Run(), 100)
+    store_of_other_worker = Store(limits, path=place.responses_path, worker=1)
+    store_of_other_worker.begin(Run(), 100)
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
     ):
         answer = await client.get("/v1/responses/resp_1")
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "unavailable"
-        aborted = await client.post("/abort_request", json={"abort_all": True})
-        assert aborted.json() == {"num_aborted": 0}
-    other.close()
+        abortion = await client.post("/abort_request", json={"abort_all": True})
+    store_of_other_worker.close()
+
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "unavailable"
+    assert abortion.json() == {"num_aborted": 0}

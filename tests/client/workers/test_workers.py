@@ -64,7 +64,18 @@ class Pool:
     def workers(self):
         return psutil.Process(self.process.pid).children()
 
+    def num_listening(self):
+        """Return how many workers listen on the port."""
+        return sum(
+            any(
+                connection.status == psutil.CONN_LISTEN and connection.laddr[1] == self.port
+                for connection in worker.net_connections()
+            )
+            for worker in self.workers()
+        )
+
     def num_running(self):
+        """Return the number of running requests of all workers."""
         return self.request("GET", "/health/ready").json()["num_requests"]
 
     def counter(self, name, **labels):
@@ -77,36 +88,29 @@ class Pool:
 
 @contextmanager
 def running_pool(folder, *flags, num_workers=NUM_WORKERS, wait_until_ready=True):
+    """Run a frontend with several workers and the API keys `KEYS`, and yield its `Pool`."""
     keys = folder / "keys.toml"
     keys.write_text(KEYS)
     port = free_port()
-    given = {
-        "--port": port,
-        "--frontend-workers": num_workers,
-        "--api-key-file": keys,
-        "--served-model-name": "echo",
-        "--log-level": "warning",
-    }
-    words = [str(word) for pair in given.items() for word in pair]
-    command = [sys.executable, "-m", "fakes.frontend_worker", *words, *flags]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(TESTS)}) as run:
-        pool = Pool(run, port)
+    command = [
+        *(sys.executable, "-m", "fakes.frontend_worker"),
+        *("--port", str(port)),
+        *("--frontend-workers", str(num_workers)),
+        *("--api-key-file", str(keys)),
+        *("--served-model-name", "echo"),
+        *("--log-level", "warning"),
+        *flags,
+    ]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(TESTS)}) as process:
+        pool = Pool(process, port)
         try:
             if wait_until_ready:
-                wait_for(lambda: run.poll() is None and num_listening(run.pid, port) == num_workers)
+                wait_for(lambda: process.poll() is None and pool.num_listening() == num_workers)
             yield pool
         finally:
-            run.send_signal(signal.SIGTERM)
-            assert run.wait(30) in (0, -signal.SIGKILL)
-
-
-def num_listening(pid, port):
-    """Return how many workers of the pool with the process id `pid` listen on `port`."""
-    workers = psutil.Process(pid).children()
-    return sum(
-        any(c.status == psutil.CONN_LISTEN and c.laddr[1] == port for c in w.net_connections())
-        for w in workers
-    )
+            process.send_signal(signal.SIGTERM)
+            # A test may have killed the process.
+            assert process.wait(30) in (0, -signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,7 @@ def pool(tmp_path_factory):
 
 
 def in_threads(count, function):
+    """Call a function in `count` threads at once, and return the results."""
     with concurrent.futures.ThreadPoolExecutor(count) as threads:
         return list(threads.map(lambda _: function(), range(count)))
 
@@ -135,14 +140,17 @@ def test_a_limit_for_each_minute_holds_for_all_workers_together(pool):
 def test_the_limits_of_running_requests_hold_for_all_workers_together(pool, key, limit):
     # The frontend may run 20 requests. A single client may use only 15 of them, so that other
     # clients can use the rest (shared_budget.py).
-    with concurrent.futures.ThreadPoolExecutor(18) as threads:
-        sent = [threads.submit(pool.chat, "a <pause 60>", key) for _ in range(18)]
-        wait_for(lambda: sum(future.done() for future in sent) >= 18 - limit)
+    num_sent = 18
+    with concurrent.futures.ThreadPoolExecutor(num_sent) as threads:
+        chats = [threads.submit(pool.chat, "a <pause 60>", key) for _ in range(num_sent)]
+        wait_for(lambda: sum(chat.done() for chat in chats) >= num_sent - limit)
         assert pool.num_running() == limit
-        answer = pool.request("POST", "/abort_request", key, json={"abort_all": True})
-        assert answer.json() == {"num_aborted": limit}
-    statuses = [future.result().status_code for future in sent]
-    assert (statuses.count(499), statuses.count(429)) == (limit, 18 - limit)
+        abortion = pool.request("POST", "/abort_request", key, json={"abort_all": True})
+        assert abortion.json() == {"num_aborted": limit}
+
+    statuses = [chat.result().status_code for chat in chats]
+    assert statuses.count(499) == limit  # the aborted requests
+    assert statuses.count(429) == num_sent - limit
     assert pool.num_running() == 0
 
 
@@ -159,60 +167,65 @@ def test_every_worker_knows_the_stored_responses(pool):
     assert in_threads(6, lambda: pool.request("GET", path).status_code) == [404] * 6
 
 
+def response_id(events):
+    """Return the id of the response in the first event of a streamed response."""
+    return json.loads(events.split("data: ")[1].split("\n\n")[0])["response"]["id"]
+
+
 def test_a_background_response_is_followed_and_cancelled_through_any_worker(pool):
-    body = {"input": "one <pause 0.2>two", "background": True, "stream": True}
-    text = pool.request("POST", "/v1/responses", json=body).text
-    response_id = json.loads(text.split("data: ")[1].split("\n\n")[0])["response"]["id"]
-    body = {"input": "one <pause 60>two", "background": True}
-    made = pool.request("POST", "/v1/responses", json=body).json()
-    path = f"/v1/responses/{made['id']}"
-    states = in_threads(9, lambda: pool.request("GET", path).json()["status"])
+    streamed = {"input": "one <pause 0.2>two", "background": True, "stream": True}
+    events = pool.request("POST", "/v1/responses", json=streamed).text
+    path_of_streamed = f"/v1/responses/{response_id(events)}"
+    slow = {"input": "one <pause 60>two", "background": True}
+    slow_id = pool.request("POST", "/v1/responses", json=slow).json()["id"]
+    path_of_slow = f"/v1/responses/{slow_id}"
+
+    states = in_threads(9, lambda: pool.request("GET", path_of_slow).json()["status"])
     assert set(states) <= {"queued", "in_progress"}
-    follow = {"input": "and?", "previous_response_id": made["id"]}
-    refused = in_threads(6, lambda: pool.request("POST", "/v1/responses", json=follow).status_code)
-    assert refused == [400] * 6
-    assert pool.request("POST", f"{path}/cancel").json()["status"] == "cancelled"
-    for _ in range(6):
-        assert pool.request("GET", path).json()["status"] == "cancelled"
-        events = pool.request("GET", f"/v1/responses/{response_id}?stream=true").text
-        assert events == text
+    next_turn = {"input": "and?", "previous_response_id": slow_id}
+    answers = in_threads(6, lambda: pool.request("POST", "/v1/responses", json=next_turn))
+    assert [answer.status_code for answer in answers] == [400] * 6  # the response is running
+
+    assert pool.request("POST", f"{path_of_slow}/cancel").json()["status"] == "cancelled"
+    for _ in range(6):  # more requests than workers, each over its own connection
+        assert pool.request("GET", path_of_slow).json()["status"] == "cancelled"
+        assert pool.request("GET", f"{path_of_streamed}?stream=true").text == events
 
 
 def test_the_events_of_a_running_response_reach_a_client_of_another_worker(pool):
     body = {"input": "one <pause 0.5>two <pause 0.5>three", "background": True, "stream": True}
-    started = threading.Event()
+    has_started = threading.Event()
     texts = []
 
     def create():
-        path = pool.url + "/v1/responses"
+        url = pool.url + "/v1/responses"
         headers = {"Authorization": "Bearer other"}
-        with httpx.stream("POST", path, json=body, headers=headers, timeout=60) as stream:
-            for part in stream.iter_text():
-                texts.append(part)
-                started.set()
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as stream:
+            for text in stream.iter_text():
+                texts.append(text)
+                has_started.set()
 
     creator = threading.Thread(target=create)
     creator.start()
-    assert started.wait(30)
-    response_id = json.loads(texts[0].split("data: ")[1].split("\n\n")[0])["response"]["id"]
-    path = f"/v1/responses/{response_id}?stream=true"
+    assert has_started.wait(30)
+    path = f"/v1/responses/{response_id(texts[0])}?stream=true"
     followed = in_threads(8, lambda: pool.request("GET", path).text)
     creator.join()
+
     assert followed == ["".join(texts)] * 8
 
 
 def test_an_abort_reaches_the_worker_of_the_request(pool):
+    chat = {"messages": [{"role": "user", "content": "one <pause 60>two"}]}
     for number in range(4):
-        headers = {"X-Request-Id": f"abort-{number}"}
-        messages = [{"role": "user", "content": "one <pause 60>two"}]
+        request_id = f"abort-{number}"
+        headers = {"X-Request-Id": request_id}
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            late = threads.submit(
-                pool.request, "POST", CHAT, json={"messages": messages}, headers=headers
-            )
+            answer = threads.submit(pool.request, "POST", CHAT, json=chat, headers=headers)
             wait_for(lambda: pool.num_running() == 1)
-            answer = pool.request("POST", "/abort_request", json={"rid": f"abort-{number}"})
-            assert answer.json() == {"num_aborted": 1}
-            assert late.result().status_code == 499
+            abortion = pool.request("POST", "/abort_request", json={"rid": request_id})
+            assert abortion.json() == {"num_aborted": 1}
+            assert answer.result().status_code == 499
 
 
 def test_the_metrics_are_the_sums_of_all_workers(pool):
@@ -230,25 +243,25 @@ def test_the_metrics_are_the_sums_of_all_workers(pool):
 @pytest.mark.long
 def test_a_dead_worker_is_restarted_and_its_requests_no_longer_count(tmp_path):
     with running_pool(tmp_path, num_workers=2) as pool:
-        num_counted = 5
-        for _ in range(num_counted):
+        num_early, num_running, num_late = 5, 8, 8
+        for _ in range(num_early):
             assert pool.chat("one").status_code == 200
-        with concurrent.futures.ThreadPoolExecutor(8) as threads:
-            late = [threads.submit(pool.chat, "one <pause 3>") for _ in range(8)]
-            wait_for(lambda: pool.num_running() == 8)
+        with concurrent.futures.ThreadPoolExecutor(num_running) as threads:
+            chats = [threads.submit(pool.chat, "one <pause 3>") for _ in range(num_running)]
+            wait_for(lambda: pool.num_running() == num_running)
             victim = pool.workers()[0]
-            port = int(pool.url.rpartition(":")[2])
             victim.kill()
             wait_for(lambda: victim.pid not in [worker.pid for worker in pool.workers()])
-            wait_for(lambda: num_listening(pool.process.pid, port) == 2)
-            results = [future.exception() for future in late]
-        num_lost = sum(result is not None for result in results)
-        assert 0 <= num_lost < 8
+            wait_for(lambda: pool.num_listening() == 2)
+        num_lost = sum(chat.exception() is not None for chat in chats)
+
+        assert 0 <= num_lost < num_running
         assert pool.num_running() == 0
-        assert in_threads(8, lambda: pool.chat("one").status_code) == [200] * 8
-        counted = pool.counter("nereid_frontend_requests_total", route=CHAT)
+        statuses = in_threads(num_late, lambda: pool.chat("one").status_code)
+        assert statuses == [200] * num_late
+        num_counted = pool.counter("nereid_frontend_requests_total", route=CHAT)
         # The sum includes the requests that the dead worker had counted.
-        assert counted == num_counted + 8 - num_lost + 8
+        assert num_counted == num_early + num_running - num_lost + num_late
 
 
 def test_a_worker_that_is_starting_is_drained_too(tmp_path):
@@ -256,39 +269,48 @@ def test_a_worker_that_is_starting_is_drained_too(tmp_path):
         wait_for(lambda: pool.process.poll() is None and len(pool.workers()) == 2)
         workers = {worker.pid for worker in pool.workers()}
         pool.process.send_signal(signal.SIGUSR1)
-        wait_for(lambda: num_listening(pool.process.pid, pool.port) == 2)
+        wait_for(lambda: pool.num_listening() == 2)
         assert {worker.pid for worker in pool.workers()} == workers
         assert in_threads(6, lambda: pool.chat("late").status_code) == [503] * 6
+
+
+@contextmanager
+def restored_signal_handlers():
+    """Restore the signal handlers of this process after the `with` block."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("num_starts", [1, 2], ids=["start", "restart"])
 def test_a_signal_during_the_start_of_a_worker_drains_the_worker(monkeypatch, tmp_path, num_starts):
     pool = WorkerPool(Settings(frontend_workers=2), [])
-    starts, drained = [], []
+    numbers_of_starts, signalled_processes = [], []
 
     def start(place):
         # The pool assumes that a worker without a socket file has failed to start.
         Path(place.socket_path(place.number)).touch()
-        starts.append(place.number)
-        if place.number == 1 and starts.count(1) == num_starts:
+        numbers_of_starts.append(place.number)
+        if place.number == 1 and numbers_of_starts.count(1) == num_starts:
             # The process of the second worker exists, but the pool does not know it yet.
             os.kill(os.getpid(), signal.SIGUSR1)
             pool._stop.set()
         process = subprocess.Popen(["true"])
-        process.send_signal = lambda _: drained.append(process)
+        process.send_signal = lambda _: signalled_processes.append(process)
         return process
 
     monkeypatch.setattr(pool, "_start", start)
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
+    with restored_signal_handlers():
         pool._handle_signals()
         pool._run_in_folder(tmp_path, 1)
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-        for worker in pool._workers:
-            worker.process.wait()
-    assert all(worker.process in drained for worker in pool._workers)
+    processes = [worker.process for worker in pool._workers]
+    for process in processes:
+        process.wait()
+    assert all(process in signalled_processes for process in processes)
 
 
 def test_a_worker_is_started_later_if_there_are_too_many_processes(monkeypatch, tmp_path, capsys):
@@ -334,26 +356,27 @@ def test_a_pool_that_starts_deletes_no_folder_that_another_pool_has_just_created
     monkeypatch.setattr(worker_pool, "_parent_folder", lambda: tmp_path)
     open_locked = worker_pool.open_locked
 
-    def open_later(path):
+    def start_another_pool_and_lock(path):
         path.touch()
         monkeypatch.setattr(worker_pool, "open_locked", open_locked)
-        worker_pool._delete_abandoned_folders()  # as if another pool were starting at this moment
+        worker_pool._delete_abandoned_folders()  # as another pool does when it starts
         return open_locked(path)
 
-    monkeypatch.setattr(worker_pool, "open_locked", open_later)
+    monkeypatch.setattr(worker_pool, "open_locked", start_another_pool_and_lock)
     pool = WorkerPool(Settings(frontend_workers=2), [])
-    folders = []
+    files = []
     monkeypatch.setattr(pool, "_handle_signals", lambda: None)
-    monkeypatch.setattr(pool, "_run_in_folder", lambda folder, _: folders.extend(folder.iterdir()))
+    monkeypatch.setattr(pool, "_run_in_folder", lambda folder, _: files.extend(folder.iterdir()))
     pool._run_on_port(1)
-    assert [file.name for file in folders] == ["lock"]
-    assert not any(tmp_path.iterdir())
+    assert [file.name for file in files] == ["lock"]
+    assert not any(tmp_path.iterdir())  # the pool deletes its folder when it ends
 
 
 def test_the_requests_of_a_worker_that_dies_while_the_server_stops_are_not_waited_for(tmp_path):
     pool = WorkerPool(Settings(frontend_workers=2), [])
     pool._is_draining = True
-    place = WorkerPlace(0, 2, str(tmp_path), 1)
+    place = WorkerPlace(number=0, count=2, folder=str(tmp_path), port=1)
+    # The pool assumes that a worker without a socket file has failed to start.
     Path(place.socket_path(0)).touch()
     with closing(open_database(place.requests_path)) as database:
         requests = RequestsOfWorkers(10, database, worker=0)
@@ -362,6 +385,7 @@ def test_the_requests_of_a_worker_that_dies_while_the_server_stops_are_not_waite
         pool._workers = [_Worker(place, process)]
         assert pool._handle_ended_workers() is None
         assert requests.used == 3
+
         process.kill()
         process.wait()
         assert pool._handle_ended_workers() is None
@@ -372,13 +396,14 @@ def test_the_requests_of_a_worker_that_dies_while_the_server_stops_are_not_waite
 def test_a_drained_pool_finishes_its_requests_and_ends(tmp_path):
     with running_pool(tmp_path, num_workers=2) as pool:
         with concurrent.futures.ThreadPoolExecutor(6) as threads:
-            running = [threads.submit(pool.chat, "one <pause 1>two") for _ in range(6)]
+            chats = [threads.submit(pool.chat, "one <pause 1>two") for _ in range(6)]
             wait_for(lambda: pool.num_running() == 6)
             pool.process.send_signal(signal.SIGUSR1)
             wait_for(lambda: pool.request("GET", "/health/ready").status_code == 503)
-            time.sleep(0.1)
+            time.sleep(0.1)  # the other worker gets the signal too
             assert in_threads(6, lambda: pool.chat("late").status_code) == [503] * 6
-            assert [future.result().status_code for future in running] == [200] * 6
+            assert [chat.result().status_code for chat in chats] == [200] * 6
+
         workers = pool.workers()
         pool.process.send_signal(signal.SIGTERM)
         assert pool.process.wait(30) == 0
@@ -395,11 +420,11 @@ def test_a_drained_pool_finishes_its_requests_and_ends(tmp_path):
     ],
 )
 def test_what_several_workers_do_not_support_is_refused_at_the_start(flags, reason):
-    words = ["--port", str(free_port()), "--frontend-workers", "2", *flags]
-    command = [sys.executable, "-m", "nereid_client", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert reason in ended.stderr
+    all_flags = ["--port", str(free_port()), "--frontend-workers", "2", *flags]
+    command = [sys.executable, "-m", "nereid_client", *all_flags]
+    frontend = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert frontend.returncode == 2
+    assert reason in frontend.stderr
 
 
 def test_a_port_that_is_in_use_is_not_shared_by_mistake(pool):

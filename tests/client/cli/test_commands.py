@@ -61,9 +61,11 @@ def raw_server(response):
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self):
-            lines = iter(self.rfile.readline, b"\r\n")
-            length = sum(int(line[16:]) for line in lines if line.startswith(b"Content-Length: "))
-            self.rfile.read(length)
+            body_length = 0
+            for line in iter(self.rfile.readline, b"\r\n"):
+                if line.startswith(b"Content-Length: "):
+                    body_length = int(line.removeprefix(b"Content-Length: "))
+            self.rfile.read(body_length)
             self.wfile.write(response)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
@@ -118,8 +120,8 @@ def test_arrow_keys_edit_a_message_in_a_terminal(url, backend):
         env={**os.environ, "TERM": "xterm"},
     )
     os.close(terminal)
-    left = b"\x1b[D"
-    os.write(controller, b"hllo" + left * 3 + b"e\n/quit\n")
+    left_arrow_key = b"\x1b[D"
+    os.write(controller, b"hllo" + left_arrow_key * 3 + b"e\n/quit\n")
     assert chat.wait(60) == 0
     os.close(controller)
     chat_request = json.loads(backend.generations[-1].chat_request)
@@ -132,10 +134,10 @@ def test_a_chat_without_a_message_is_an_error(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "start"), [("png", "iVBOR"), ("jpg", "/9j/"), ("webp", "UklGR"), ("gif", "R0lG")]
+    ("suffix", "start"), [("png", "iVBOR"), ("jpg", "/9j/"), ("webp", "UklGR"), ("gif", "R0lG")]
 )
-def test_images_are_sent_with_the_first_message(run, backend, monkeypatch, tmp_path, kind, start):
-    file = tmp_path / f"drawing.{kind}"
+def test_images_are_sent_with_the_first_message(run, backend, monkeypatch, tmp_path, suffix, start):
+    file = tmp_path / f"drawing.{suffix}"
     Image.new("RGB", (2, 2)).save(file)
     monkeypatch.setattr("sys.stdin", io.StringIO("What is this?"))
     # Some systems have no file with further MIME types. The test behaves as on such a system.
@@ -312,17 +314,21 @@ _STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" %
 )
 
 
-@pytest.mark.parametrize("rest", [b"", b"ff\r\nabc", b"5\r\ndata:"])
-def test_a_connection_that_ends_during_an_answer_is_an_error_of_one_line(capsys, monkeypatch, rest):
-    with raw_server(_STREAM + rest) as url:
+@pytest.mark.parametrize("partial_chunk", [b"", b"ff\r\nabc", b"5\r\ndata:"])
+def test_a_connection_that_ends_during_an_answer_is_an_error_of_one_line(
+    capsys, monkeypatch, partial_chunk
+):
+    with raw_server(_STREAM + partial_chunk) as url:
         assert main(["complete", "hi", "--model", "m", "--url", url]) == 1
-        out, error = capsys.readouterr()
-        assert out == "hel"
+        output, error = capsys.readouterr()
+        assert output == "hel"
         assert "ended before the response was complete" in error
         assert error.count("\n") == 1
+
         monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
         assert main(["chat", "--model", "m", "--url", url]) == 1
         assert "ended before the response was complete" in capsys.readouterr().err
+
         assert main(["bench", "--requests", "1", "--json", "--model", "m", "--url", url]) == 1
 
 
@@ -384,16 +390,16 @@ def test_a_url_without_http_is_a_wrong_argument(capsys, command, url):
 def test_output_to_a_full_disk_is_an_error_of_one_line(url, command):
     program = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", program, *command, "--url", url],
             env={"NEREID_API_KEY": "s3cret"},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
         )
-    assert ended.returncode == 1
-    assert "the output cannot be written (No space left on device)" in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    assert process.returncode == 1
+    assert "the output cannot be written (No space left on device)" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 def test_a_table_of_similarities_that_is_wider_than_the_terminal_is_refused(

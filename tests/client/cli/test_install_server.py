@@ -25,10 +25,12 @@ def make_wheel(folder: Path, stubs: tuple[str, ...] = (VERSION,)) -> Path:
     The server program in the wheel prints its arguments and its environment.
     """
     info = "nvidia_pytriton-0.0.1.dist-info"
+    program = f"{SERVER}/bin/tritonserver"
     files = {
-        f"{SERVER}/bin/tritonserver": FAKE_SERVER,
+        program: FAKE_SERVER,
         f"{SERVER}/backends/python/libtriton_python.so": "backend",
         "nvidia_pytriton.libs/libx.so": "x",
+        # The installation must not install the packages that the wheel requires.
         f"{info}/METADATA": "Metadata-Version: 2.1\nName: nvidia-pytriton\nVersion: 0.0.1\n"
         "Requires-Dist: no-such-package-anywhere==1\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
@@ -39,10 +41,9 @@ def make_wheel(folder: Path, stubs: tuple[str, ...] = (VERSION,)) -> Path:
     wheel = folder / "nvidia_pytriton-0.0.1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, text in files.items():
+            mode = 0o100755 if name == program else 0o100644
             entry = zipfile.ZipInfo(name)
-            entry.external_attr = (
-                0o100755 if name.endswith("bin/tritonserver") else 0o100644
-            ) << 16
+            entry.external_attr = mode << 16  # a ZIP file has the Unix mode in the upper 16 bits
             archive.writestr(entry, text)
     return wheel
 
@@ -146,5 +147,6 @@ def test_the_installation_can_be_repeated_after_the_disk_was_full(
         full_disk.setattr(Path, "write_text", write_half)
         with pytest.raises(CliError, match="No space left on device"):
             install(tmp_path, wheel)
+
     assert install(tmp_path, wheel) == 0
     assert subprocess.run([launcher], capture_output=True, check=True).stdout

@@ -19,6 +19,8 @@ EXAMPLES = Path(__file__).parents[3] / "client" / "examples"
 
 @pytest.fixture
 def bash():
+    """A function that runs a command and returns the ended process with its output."""
+
     def run(command, **environment):
         return subprocess.run(
             ["bash", "-c", command],
@@ -43,18 +45,21 @@ def test_the_printed_command_and_every_example_work_until_a_signal_stops_all_pro
 
         ports = running.ports
         python = f"{sys.executable} {EXAMPLES}"
-        url = f"--base-url http://127.0.0.1:{ports['openai']}/v1"
-        assert bash(f"{python}/chat_openai.py 'one two' {url}").stdout == "one two\n"
-        url = f"--url 127.0.0.1:{ports['grpc']}"
-        assert bash(f"{python}/stream_grpc.py 'one two' {url}").stdout == "one two\n"
-        assert bash(f"{python}/stream_grpc.py --chat 'one two' {url}").stdout == "one two\n"
-        failed = bash(f"{python}/stream_grpc.py '<fail INTERNAL it broke>' {url}")
-        assert failed.returncode == 1
-        assert "it broke" in failed.stderr
-        http = f"http://127.0.0.1:{ports['http']}"
-        streamed = bash(f"""{EXAMPLES}/generate_stream.sh 'say "hi"'""", HTTP_URL=http).stdout
-        pieces = [json.loads(line[6:]) for line in streamed.splitlines() if line]
-        assert "".join(piece["text_output"] for piece in pieces) == 'say "hi"'
+        openai_url = f"--base-url http://127.0.0.1:{ports['openai']}/v1"
+        assert bash(f"{python}/chat_openai.py 'one two' {openai_url}").stdout == "one two\n"
+
+        stream_grpc = f"{python}/stream_grpc.py --url 127.0.0.1:{ports['grpc']}"
+        assert bash(f"{stream_grpc} 'one two'").stdout == "one two\n"
+        assert bash(f"{stream_grpc} --chat 'one two'").stdout == "one two\n"
+        failure = bash(f"{stream_grpc} '<fail INTERNAL it broke>'")
+        assert failure.returncode == 1
+        assert "it broke" in failure.stderr
+
+        http_url = f"http://127.0.0.1:{ports['http']}"
+        stream = bash(f"""{EXAMPLES}/generate_stream.sh 'say "hi"'""", HTTP_URL=http_url).stdout
+        lines = [line for line in stream.splitlines() if line]
+        texts = [json.loads(line.removeprefix("data: "))["text_output"] for line in lines]
+        assert "".join(texts) == 'say "hi"'
 
         # The Triton server, the stub, the child process of the stub, and the frontend.
         assert len(running.descendants) >= 4

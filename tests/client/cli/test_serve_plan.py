@@ -25,16 +25,18 @@ def make(tmp_path, monkeypatch):
     program = tmp_path / "tritonserver"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    where = [f"--tritonserver={program}"]
-    where += [
-        f"--{name}-port={port}"
-        for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
+    http_port, grpc_port, metrics_port = free_ports(3)
+    flags_of_server = [
+        f"--tritonserver={program}",
+        f"--http-port={http_port}",
+        f"--grpc-port={grpc_port}",
+        f"--metrics-port={metrics_port}",
     ]
 
     def make(*flags, **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return make_plan(build_parser().parse_args(["serve", *where, *flags]))
+        return make_plan(build_parser().parse_args(["serve", *flags_of_server, *flags]))
 
     return make
 
@@ -55,8 +57,13 @@ def plan_of_file(tmp_path, make):
     def make_for_file(text, *flags):
         file.write_text(text)
         [port] = free_ports(1)
-        where = (f"--model-repository={REPOSITORY}", f"--openai-port={port}", f"--config={file}")
-        return make(*where, *flags, XDG_STATE_HOME=str(tmp_path))
+        return make(
+            f"--model-repository={REPOSITORY}",
+            f"--openai-port={port}",
+            f"--config={file}",
+            *flags,
+            XDG_STATE_HOME=str(tmp_path),
+        )
 
     return make_for_file
 

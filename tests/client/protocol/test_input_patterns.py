@@ -63,10 +63,10 @@ def test_sets_do_not_match_the_characters_that_json_escapes(regex):
     ],
 )
 def test_an_expression_that_cannot_be_enforced_is_refused(regex, problem):
-    with pytest.raises(FieldError) as caught:
+    with pytest.raises(FieldError) as raised:
         whole_input_pattern(regex, "tools[0].format.definition")
-    assert caught.value.field == "tools[0].format.definition"
-    assert str(caught.value).startswith(
+    assert raised.value.field == "tools[0].format.definition"
+    assert str(raised.value).startswith(
         "tools[0].format.definition must be a regular expression that can be enforced, but the "
         f"part {problem}"
     )

@@ -74,7 +74,7 @@ async def test_a_field_is_passed_on_as_it_is(chat, backend, name):
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "response_format",
     [
         {"type": "text"},
         {"type": "json_object"},
@@ -83,9 +83,10 @@ async def test_a_field_is_passed_on_as_it_is(chat, backend, name):
         {"type": "structural_tag", "structures": [], "triggers": ["<f"]},
     ],
 )
-async def test_every_response_format_is_passed_on(chat, backend, kind):
-    assert (await chat("hi", response_format=kind)).status_code == 200
-    assert json.loads(backend.generations[0].chat_request)["response_format"] == kind
+async def test_every_response_format_is_passed_on(chat, backend, response_format):
+    assert (await chat("hi", response_format=response_format)).status_code == 200
+    chat_request = json.loads(backend.generations[0].chat_request)
+    assert chat_request["response_format"] == response_format
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -96,19 +97,25 @@ OTHER_FORMS = [
 ]
 
 
-@pytest.mark.parametrize("given", OTHER_FORMS)
-async def test_a_schema_in_the_format_itself_is_not_lost(post, backend, given):
-    told = []
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        messages = [{"role": "user", "content": "a"}]
-        response = await post(path, messages=messages, prompt="a", response_format=given)
-        assert response.status_code == 200, response.text
-        made = backend.generations[-1]
-        told.append(json.loads(made.chat_request or made.sampling_parameters)["response_format"])
-    for form in told:
-        assert form["type"] == "json_schema"
-        assert form["json_schema"]["schema"] == SCHEMA
-        assert form["json_schema"].get("strict") == given.get("strict")
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}),
+    ],
+)
+@pytest.mark.parametrize("response_format", OTHER_FORMS)
+async def test_a_schema_in_the_format_itself_is_not_lost(
+    post, backend, path, prompt, response_format
+):
+    response = await post(path, **prompt, response_format=response_format)
+    assert response.status_code == 200, response.text
+    generation = backend.generations[-1]
+    fields = json.loads(generation.chat_request or generation.sampling_parameters)
+    passed_format = fields["response_format"]
+    assert passed_format["type"] == "json_schema"
+    assert passed_format["json_schema"]["schema"] == SCHEMA
+    assert passed_format["json_schema"].get("strict") == response_format.get("strict")
 
 
 async def test_a_schema_in_the_format_itself_must_be_one(chat):

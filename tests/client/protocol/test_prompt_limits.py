@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from nereid_client.errors import BackendError
@@ -68,41 +69,43 @@ async def test_anthropics_clients_recognize_a_conversation_that_cannot_fit(limit
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
 async def test_a_body_whose_prompt_cannot_fit_is_refused_before_it_is_read(limited, connect, path):
-    num_read = 0
+    num_read_pieces = 0
 
     async def body():
-        nonlocal num_read
+        nonlocal num_read_pieces
         for _ in range(40):
-            num_read += 1
+            num_read_pieces += 1
             yield b" " * 1_000_000
 
     headers = {"Content-Length": "40000000"}
     async with connect() as client:
         answer = await client.post(path, content=body(), headers=headers)
+
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "the size of the request body is 40000000 bytes" in error["message"]
-    assert num_read == 0
+    assert num_read_pieces == 0
     assert limited.generations == []
 
 
 @pytest.mark.parametrize("prompt", [b'"' + b"a" * 40_000_000 + b'"', b"[" + b"5," * 20_000_000])
 async def test_a_prompt_that_is_too_long_is_not_read_to_its_end(limited, connect, prompt):
-    num_read = 0
+    num_read_pieces = 0
 
     async def body():
-        nonlocal num_read
+        nonlocal num_read_pieces
         text = b'{"prompt": ' + prompt
         for start in range(0, len(text), 250_000):
-            num_read += 1
+            num_read_pieces += 1
             yield text[start : start + 250_000]
 
     async with connect() as client:
         answer = await client.post("/v1/completions", content=body())
+
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "a prompt in the request body has at least" in error["message"]
-    assert num_read <= 22
+    assert num_read_pieces <= 22  # of 160; a prompt cannot fit if its text has more than 5 MB
     assert limited.generations == []
 
 
@@ -146,24 +149,27 @@ async def test_a_prompt_that_fits_is_passed_on(limited, post):
 
 
 async def test_limits_are_asked_for_again_after_a_while_and_outlive_an_outage():
-    now, published = [0.0], [LIMITS]
+    server = SimpleNamespace(now=0.0, limits=LIMITS)
 
     async def fetch():
-        if published[0] is None:
+        if server.limits is None:
             raise BackendError("UNAVAILABLE", "the server restarts")
-        return published[0]
+        return server.limits
 
-    limits = PublishedLimits(fetch, lambda: now[0])
+    limits = PublishedLimits(fetch, lambda: server.now)
     assert (await limits.get()).max_messages == 682
-    published[0] = LIMITS | {"max_messages": 9}
+
+    server.limits = LIMITS | {"max_messages": 9}
     assert (await limits.get()).max_messages == 682
-    now[0] = 40.0
+    server.now = 40.0
     assert (await limits.get()).max_messages == 9
-    published[0] = None
-    now[0] = 80.0
+
+    server.limits = None  # the server does not answer
+    server.now = 80.0
     assert (await limits.get()).max_messages == 9
-    published[0] = {}
-    now[0] = 82.0
+
+    server.limits = {}  # the server publishes no limits
+    server.now = 82.0
     assert await limits.get() is None
 
 

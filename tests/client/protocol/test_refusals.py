@@ -255,8 +255,8 @@ async def test_a_broken_body_is_answered_with_what_is_wrong(connect, body, messa
     async with connect() as client:
         response = await client.post("/v1/chat/completions", content=body)
         assert error_of(response, 400)["message"].startswith(message)
-        again = await client.post("/v1/chat/completions", json={"messages": HELLO})
-        assert again.status_code == 200
+        next_response = await client.post("/v1/chat/completions", json={"messages": HELLO})
+        assert next_response.status_code == 200
 
 
 async def test_a_compressed_body_is_refused_with_the_name_of_the_encoding(connect):
@@ -267,11 +267,11 @@ async def test_a_compressed_body_is_refused_with_the_name_of_the_encoding(connec
             message = error_of(response, 400)["message"]
             assert message.startswith("The request body must not be compressed, but the request ")
             assert 'the Content-Encoding "gzip"' in message
-        uncompressed = {"Content-Encoding": "Identity"}
-        again = await client.post(
-            "/v1/chat/completions", json={"messages": HELLO}, headers=uncompressed
+        headers = {"Content-Encoding": "Identity"}  # this encoding means: not compressed
+        accepted = await client.post(
+            "/v1/chat/completions", json={"messages": HELLO}, headers=headers
         )
-        assert again.status_code == 200
+        assert accepted.status_code == 200
 
 
 async def test_half_a_surrogate_pair_in_the_name_of_a_wrong_field_is_escaped(connect):
@@ -298,7 +298,7 @@ async def test_an_unknown_model_is_a_404_that_names_the_served_one(post, path):
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "kind"),
+    ("code", "status", "error_type"),
     [
         ("INVALID_ARGUMENT", 400, "invalid_request_error"),
         ("UNAVAILABLE", 503, "service_unavailable_error"),
@@ -309,10 +309,12 @@ async def test_an_unknown_model_is_a_404_that_names_the_served_one(post, path):
         ("NOT_FOUND", 500, "server_error"),
     ],
 )
-async def test_the_backends_code_chooses_the_status(chat, code, status, kind):
-    error = error_of(response := await chat(f"<fail {code} said so>"), status)
+async def test_the_backends_code_chooses_the_status(chat, code, status, error_type):
+    # This text makes the echo model fail with a gRPC status code and a message.
+    response = await chat(f"<fail {code} said so>")
+    error = error_of(response, status)
     assert error["message"] == "said so"
-    assert error["type"] == kind
+    assert error["type"] == error_type
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
@@ -351,11 +353,11 @@ async def test_a_wrong_method_names_all_methods_of_the_path(connect, path, metho
 
 
 async def test_a_bug_is_a_500_with_the_request_id_and_no_details(connect, backend):
-    async def broken(generation):
+    async def fail(generation):
         raise ZeroDivisionError("secret")
-        yield {}
+        yield {}  # makes this function an asynchronous generator, like `generate`
 
-    backend.generate = broken
+    backend.generate = fail
     async with connect() as client:
         headers = {"X-Request-Id": "abc"}
         response = await client.post(
@@ -367,43 +369,47 @@ async def test_a_bug_is_a_500_with_the_request_id_and_no_details(connect, backen
 
 
 async def test_a_body_over_the_limit_is_a_413_announced_or_not(connect):
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]})
+
     async def pieces():
-        for _ in range(4):
-            yield b'"' + b"x" * 400
+        """Yield the body in pieces, so that httpx sends no Content-Length."""
+        for begin in range(0, len(body), 400):
+            yield body[begin : begin + 400].encode()
 
     async with connect(max_body_bytes=1000) as client:
-        body = {"messages": [{"role": "user", "content": "x" * 2000}]}
-        announced = await client.post("/v1/chat/completions", json=body)
-        message = error_of(announced, 413)["message"]
-        size = len(json.dumps(body, separators=(",", ":")))
-        assert message == (
-            f"The request body has {size} bytes, but the limit is 1000 (max_body_bytes)"
-        )
+        announced = await client.post("/v1/chat/completions", content=body)
         unannounced = await client.post("/v1/chat/completions", content=pieces())
-        assert "more than 1000 bytes" in error_of(unannounced, 413)["message"]
+
+    assert error_of(announced, 413)["message"] == (
+        f"The request body has {len(body)} bytes, but the limit is 1000 (max_body_bytes)"
+    )
+    assert "more than 1000 bytes" in error_of(unannounced, 413)["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-async def test_a_prompt_that_is_too_long_has_openais_code_and_words(connect, path):
-    told = "prompt has 9000 tokens; the limit is 4096 (max_model_len)"
-    asked = f"<fail INVALID_ARGUMENT {told}>"
-    bodies = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": asked}]},
-        "/v1/completions": {"prompt": asked},
-        "/v1/responses": {"input": asked},
-    }
-    async with connect() as client:
-        for stream in (False, True):
-            error = error_of(await client.post(path, json={**bodies[path], "stream": stream}), 400)
-            assert error["code"] == "context_length_exceeded"
-            assert error["message"] == (
-                f"Input tokens exceed the configured limit: {told}. This model's maximum context "
-                "length is 4096 tokens."
-            )
+BACKEND_MESSAGE = "prompt has 9000 tokens; the limit is 4096 (max_model_len)"
+TOO_LONG = f"<fail INVALID_ARGUMENT {BACKEND_MESSAGE}>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TOO_LONG}]}),
+        ("/v1/completions", {"prompt": TOO_LONG}),
+        ("/v1/responses", {"input": TOO_LONG}),
+    ],
+)
+async def test_a_prompt_that_is_too_long_has_openais_code_and_words(post, path, body, stream):
+    error = error_of(await post(path, **body, stream=stream), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"] == (
+        f"Input tokens exceed the configured limit: {BACKEND_MESSAGE}. This model's maximum "
+        "context length is 4096 tokens."
+    )
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "known"),
+    ("path", "field", "known_field"),
     [
         ("/v1/chat/completions", "max_token", "max_tokens"),
         ("/v1/chat/completions", "maxTokens", "max_tokens"),
@@ -414,14 +420,16 @@ async def test_a_prompt_that_is_too_long_has_openais_code_and_words(connect, pat
         ("/v1/responses", "max_output_token", "max_output_tokens"),
     ],
 )
-async def test_an_unknown_field_with_almost_a_known_name_is_refused(post, path, field, known):
-    response = await post(path, messages=HELLO, prompt="a", input="a", **{field: 5})
-    if path == "/v1/responses":
-        response = await post(path, input="a", **{field: 5})
-    error = error_of(response, 400)
+async def test_an_unknown_field_with_almost_a_known_name_is_refused(post, path, field, known_field):
+    prompts = {
+        "/v1/chat/completions": {"messages": HELLO},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+    }
+    error = error_of(await post(path, **prompts[path], **{field: 5}), 400)
     assert error["param"] == field
     assert error["message"].startswith(
-        f'The request has the unknown field "{field}". Did you mean "{known}"?'
+        f'The request has the unknown field "{field}". Did you mean "{known_field}"?'
     )
 
 

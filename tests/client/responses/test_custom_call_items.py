@@ -25,15 +25,15 @@ def call_deltas(index, name, arguments, size):
 
 
 @given(st.lists(st.text(max_size=6), min_size=1, max_size=3), st.integers(1, 9))
-def test_the_deltas_of_each_item_add_up_to_its_input(texts, size):
+def test_the_deltas_of_each_item_add_up_to_its_input(inputs, piece_length):
     deltas = []
-    for index, text in enumerate(texts):
-        deltas += call_deltas(index, "shell", json.dumps({"input": text}), size)
+    for index, text in enumerate(inputs):
+        deltas += call_deltas(index, "shell", json.dumps({"input": text}), piece_length)
     builder, events = build([*deltas, {"finish_reason": "tool_calls"}])
-    assert [item["input"] for item in builder.output] == texts
+
+    assert [item["input"] for item in builder.output] == inputs
     for item in builder.output:
-        own = [event for event in events if event.get("item_id") == item["id"]]
-        *deltas_of_item, done = own
+        *deltas_of_item, done = (event for event in events if event.get("item_id") == item["id"])
         assert done["type"] == "response.custom_tool_call_input.done"
         assert done["input"] == item["input"]
         assert "".join(event["delta"] for event in deltas_of_item) == item["input"]
@@ -41,7 +41,7 @@ def test_the_deltas_of_each_item_add_up_to_its_input(texts, size):
 
 
 @pytest.mark.parametrize(
-    ("after", "status"),
+    ("last_delta", "status"),
     [
         ({"finish_reason": "length"}, "incomplete"),
         ({"finish_reason": "tool_calls"}, "completed"),
@@ -49,13 +49,15 @@ def test_the_deltas_of_each_item_add_up_to_its_input(texts, size):
         ({"tool_calls": [{"index": 1, "id": "b", "name": "box__f"}]}, "completed"),
     ],
 )
-def test_the_rest_of_a_call_that_is_cut_off_comes_before_the_end_of_its_item(after, status):
-    builder, events = build([*call_deltas(0, "box__shell", '{"input": "a\\u00', 4), after])
+def test_the_rest_of_a_call_that_is_cut_off_comes_before_the_end_of_its_item(last_delta, status):
+    deltas = call_deltas(0, "box__shell", '{"input": "a\\u00', 4)
+    builder, events = build([*deltas, last_delta])
+
     item = builder.output[0]
     assert (item["namespace"], item["name"]) == ("box", "shell")
     assert (item["type"], item["status"], item["input"]) == ("custom_tool_call", status, "a\\u00")
-    own = [event for event in events if event.get("item_id") == item["id"]]
-    assert [event.get("delta") for event in own] == ["a", "\\u00", None]
+    events_of_item = [event for event in events if event.get("item_id") == item["id"]]
+    assert [event.get("delta") for event in events_of_item] == ["a", "\\u00", None]
 
 
 def test_an_item_in_progress_has_the_input_that_is_certain():

@@ -4,6 +4,7 @@ The items must not depend on how the text is divided into deltas.
 """
 
 import asyncio
+import itertools
 
 import pytest
 from fakes.response_events import StreamCheck
@@ -46,19 +47,20 @@ def answers(draw):
 
     As in the output of the postprocessor, the deltas of one call come before those of the next one.
     """
-    deltas, call = [], -1
-    for kind in draw(st.lists(st.sampled_from(["reasoning", "content", "call", ""]), max_size=8)):
+    deltas, num_calls = [], 0
+    kinds = st.sampled_from(["reasoning", "content", "call", "usage"])
+    for kind in draw(st.lists(kinds, max_size=8)):
         if kind == "call":
-            call += 1
-            opened = {"index": call, "id": f"call_{call}", "name": "f", "arguments": ""}
-            pieces = [opened]
-            pieces += [{"index": call, "arguments": text} for text in draw(st.lists(TEXTS))]
+            index = num_calls
+            num_calls += 1
+            pieces = [{"index": index, "id": f"call_{index}", "name": "f", "arguments": ""}]
+            pieces += [{"index": index, "arguments": text} for text in draw(st.lists(TEXTS))]
             deltas += [{"tool_calls": [piece]} for piece in pieces]
-        elif kind:
+        elif kind == "usage":
+            deltas.append({"usage": USAGE})
+        else:
             for text in draw(st.lists(TEXTS, min_size=1, max_size=4)):
                 deltas.append({kind: text, "logprobs": [entry(letter) for letter in text]})
-        else:
-            deltas.append({"usage": USAGE})
     reason = draw(st.sampled_from(["stop", "length", "tool_calls", "abort"]))
     return [*deltas, {"finish_reason": reason, "usage": USAGE}]
 
@@ -77,15 +79,18 @@ def test_events_of_any_answer_are_well_formed_and_add_up_to_the_response(deltas,
     answer, events = written(deltas, is_queued=is_queued)
     final = StreamCheck().run(events)
     assert final == answer.as_json()
+
     kinds = [event["type"].removeprefix("response.") for event in events]
-    begin = ["created", "queued", "in_progress"] if is_queued else ["created", "in_progress"]
-    assert kinds[: len(begin)] == begin
-    status = {"length": "incomplete", "abort": "failed"}.get(deltas[-1]["finish_reason"])
-    assert (kinds[-1], final["status"]) == (status or "completed", status or "completed")
-    for item in final["output"][:-1]:
-        assert item["status"] == "completed"
-    if final["output"]:
-        assert final["output"][-1]["status"] == ("incomplete" if status else "completed")
+    first_kinds = ["created", "queued", "in_progress"] if is_queued else ["created", "in_progress"]
+    assert kinds[: len(first_kinds)] == first_kinds
+    finish_reason = deltas[-1]["finish_reason"]
+    status = {"length": "incomplete", "abort": "failed"}.get(finish_reason, "completed")
+    assert (kinds[-1], final["status"]) == (status, status)
+
+    statuses_of_items = [item["status"] for item in final["output"]]
+    if statuses_of_items and status != "completed":
+        assert statuses_of_items.pop() == "incomplete"
+    assert set(statuses_of_items) <= {"completed"}
 
 
 def without_ids(value):
@@ -97,15 +102,18 @@ def without_ids(value):
 @settings(max_examples=100, deadline=None)
 @given(answers(), st.lists(st.integers(1, 5), min_size=1))
 def test_an_answer_is_the_same_however_its_deltas_are_added_up(deltas, sizes):
-    whole, _ = written(deltas)
-    piles, at, turn = [], 0, 0
-    while at < len(deltas):
-        size = sizes[turn % len(sizes)]
-        piles += merge_by_kind(deltas[at : at + size])
-        at, turn = at + size, turn + 1
-    merged_answer, events = written(piles)
+    merged_deltas, num_merged = [], 0
+    for size in itertools.cycle(sizes):
+        merged_deltas += merge_by_kind(deltas[num_merged : num_merged + size])
+        num_merged += size
+        if num_merged >= len(deltas):
+            break
+
+    answer, _ = written(deltas)
+    answer_of_merged_deltas, events = written(merged_deltas)
+
     StreamCheck().run(events)
-    assert without_ids(merged_answer.output) == without_ids(whole.output)
+    assert without_ids(answer_of_merged_deltas.output) == without_ids(answer.output)
 
 
 @settings(max_examples=100, deadline=None)
@@ -130,7 +138,7 @@ def test_the_log_probabilities_of_a_part_are_those_of_the_tokens_of_its_text(del
 
 
 @pytest.mark.parametrize(
-    ("tokens", "text", "taken", "left"),
+    ("tokens", "text", "tokens_of_text", "remaining_tokens"),
     [
         (["<think>", "a", "</think>", "b", "c"], "bc", ["b", "c"], []),
         (["a", "b", "\n"], "ab", ["a", "b"], ["\n"]),
@@ -139,11 +147,14 @@ def test_the_log_probabilities_of_a_part_are_those_of_the_tokens_of_its_text(del
         ([], "a", [], []),
     ],
 )
-def test_a_texts_tokens_are_found_among_those_that_came(tokens, text, taken, left):
-    found = LogprobMatcher()
-    found.add([entry(token) for token in tokens])
-    assert [one["token"] for one in found.pop(text)] == taken
-    assert [one["token"] for one in found.pop("\n" if left else "?")] == left
+def test_a_texts_tokens_are_found_among_those_that_came(
+    tokens, text, tokens_of_text, remaining_tokens
+):
+    matcher = LogprobMatcher()
+    matcher.add([entry(token) for token in tokens])
+    assert [logprob["token"] for logprob in matcher.pop(text)] == tokens_of_text
+    next_text = "".join(remaining_tokens) or "?"
+    assert [logprob["token"] for logprob in matcher.pop(next_text)] == remaining_tokens
 
 
 def test_half_characters_stand_with_the_text_that_they_complete():
@@ -169,9 +180,4 @@ def test_the_kinds_of_a_merged_stream_keep_their_order():
         return [delta async for delta in merged(source(), merge_by_kind)]
 
     deltas = asyncio.run(read())
-    assert [(*delta,) for delta in merge_by_kind(deltas)] == [
-        ("content",),
-        ("reasoning",),
-        ("content",),
-    ]
-    assert merge_by_kind(deltas)[-1] == {"content": "cc"}
+    assert merge_by_kind(deltas) == [{"content": "c"}, {"reasoning": "r"}, {"content": "cc"}]

@@ -117,16 +117,15 @@ async def test_an_error_before_the_first_token_is_a_plain_answer(respond, stream
     response = await respond(failing, stream=stream)
     assert response.status_code == 400
     error = response.json()["error"]
-    assert (error["param"], error["message"]) == (
-        "reasoning.effort",
-        "reasoning.effort is unknown",
-    )
+    assert error["param"] == "reasoning.effort"
+    assert error["message"] == "reasoning.effort is unknown"
+
     response = await respond("<fail UNAVAILABLE the queue is full; try again in 7 s>")
     assert (response.status_code, response.headers["retry-after"]) == (503, "7")
 
 
 @pytest.mark.parametrize(
-    ("said", "message", "param"),
+    ("backend_message", "message", "param"),
     [
         ("messages: cannot be rendered", "input cannot be rendered", "input"),
         ("max_tokens: must be less", "max_output_tokens must be less", "max_output_tokens"),
@@ -136,9 +135,9 @@ async def test_an_error_before_the_first_token_is_a_plain_answer(respond, stream
     ],
 )
 async def test_an_error_of_the_backend_names_the_field_of_the_responses_api(
-    respond, said, message, param
+    respond, backend_message, message, param
 ):
-    error = (await respond(f"<fail INVALID_ARGUMENT {said}>")).json()["error"]
+    error = (await respond(f"<fail INVALID_ARGUMENT {backend_message}>")).json()["error"]
     assert (error["message"], error["param"]) == (message, param)
 
 
@@ -152,18 +151,24 @@ async def test_an_error_in_mid_stream_fails_the_response(respond, trouble):
     assert (await respond(f"one {trouble}")).status_code == 500
 
 
-@pytest.mark.parametrize("asked", [{"include": LOGPROBS}, {"top_logprobs": 2}])
-async def test_logprobs_stand_with_their_text_and_not_with_reasoning(respond, asked):
+@pytest.mark.parametrize(
+    ("fields", "num_alternatives"), [({"include": LOGPROBS}, 0), ({"top_logprobs": 2}, 2)]
+)
+async def test_logprobs_stand_with_their_text_and_not_with_reasoning(
+    respond, fields, num_alternatives
+):
+    # The echo model sends the text in <hold> as one delta with several tokens.
     text = "<think>why so</think>one <hold>two three</hold>"
-    events = events_of(await respond(text, stream=True, **asked))
+    events = events_of(await respond(text, stream=True, **fields))
+    (part,) = (await respond(text, **fields)).json()["output"][1]["content"]
+
     StreamCheck().run(events)
-    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-    for delta in deltas:
-        assert "".join(one["token"] for one in delta["logprobs"]) == delta["delta"]
-    (part,) = (await respond(text, **asked)).json()["output"][1]["content"]
-    assert "".join(one["token"] for one in part["logprobs"]) == part["text"] == "one two three"
-    number = asked.get("top_logprobs", 0)
-    assert {len(one["top_logprobs"]) for one in part["logprobs"]} == {number}
+    for event in events:
+        if event["type"] == "response.output_text.delta":
+            assert "".join(entry["token"] for entry in event["logprobs"]) == event["delta"]
+    assert part["text"] == "one two three"
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
+    assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {num_alternatives}
 
 
 async def test_the_request_becomes_a_chat_completion(respond, backend):
@@ -220,7 +225,7 @@ async def test_the_request_becomes_a_chat_completion(respond, backend):
 
 
 @pytest.mark.parametrize(
-    ("choice", "chat"),
+    ("choice", "choice_of_chat"),
     [
         ("required", "required"),
         (
@@ -235,24 +240,24 @@ async def test_the_request_becomes_a_chat_completion(respond, backend):
         ),
     ],
 )
-async def test_a_tool_choice_is_said_in_a_chats_words(respond, backend, choice, chat):
+async def test_a_tool_choice_is_said_in_a_chats_words(respond, backend, choice, choice_of_chat):
     body = (await respond("hi", tools=[TOOL], tool_choice=choice)).json()
-    assert passed_on(backend)["tool_choice"] == chat
+    assert passed_on(backend)["tool_choice"] == choice_of_chat
     assert body["tool_choice"] == choice
 
 
 @pytest.mark.parametrize(
-    ("chosen", "chat"),
+    ("text_format", "response_format"),
     [
         ({"type": "text"}, None),
         ({"type": "json_object"}, {"type": "json_object"}),
         (None, None),
     ],
 )
-async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat):
-    body = (await respond("hi", text={"format": chosen, "verbosity": "medium"})).json()
-    assert passed_on(backend).get("response_format") == chat
-    assert body["text"] == {"format": chosen or {"type": "text"}}
+async def test_a_text_format_is_a_response_format(respond, backend, text_format, response_format):
+    body = (await respond("hi", text={"format": text_format, "verbosity": "medium"})).json()
+    assert passed_on(backend).get("response_format") == response_format
+    assert body["text"] == {"format": text_format or {"type": "text"}}
 
 
 @pytest.mark.parametrize(
@@ -645,16 +650,18 @@ async def test_a_tool_needs_a_name(respond):
         assert error["message"].startswith("tools[0].name must be a string")
 
 
-@pytest.mark.parametrize("asked", [{"summary": "auto"}, {"generate_summary": "detailed"}])
-async def test_reasoning_stands_in_the_summary_where_one_is_asked_for(respond, asked):
-    fields = {"tools": [TOOL], "reasoning": asked}
-    whole = (await respond(MARKUP, **fields)).json()
-    assert whole["output"][0]["summary"] == [{"type": "summary_text", "text": "it asks"}]
-    assert whole["output"][0]["content"] == []
-    assert whole["reasoning"]["summary"] == next(iter(asked.values()))
+@pytest.mark.parametrize(("field", "kind"), [("summary", "auto"), ("generate_summary", "detailed")])
+async def test_reasoning_stands_in_the_summary_where_one_is_asked_for(respond, field, kind):
+    fields = {"tools": [TOOL], "reasoning": {field: kind}}
+    response = (await respond(MARKUP, **fields)).json()
+    reasoning_item = response["output"][0]
+    assert reasoning_item["summary"] == [{"type": "summary_text", "text": "it asks"}]
+    assert reasoning_item["content"] == []
+    assert response["reasoning"]["summary"] == kind
+
     events = events_of(await respond(MARKUP, stream=True, **fields))
     final = StreamCheck().run(events)
-    assert final["output"][0]["summary"] == whole["output"][0]["summary"]
+    assert final["output"][0]["summary"] == reasoning_item["summary"]
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds.count("reasoning_summary_part.added") == 1
     assert kinds.count("reasoning_summary_text.delta") > 1
@@ -672,19 +679,23 @@ CALL_IN_SPACE = '<tool_call>{"name": "crm__f", "arguments": {}}</tool_call>'
 
 
 async def test_a_function_in_a_namespace_is_called_by_both_names(respond, backend):
-    described = TOOL | {"description": "Finds one."}
-    fields = {"tools": [TOOL, SPACE | {"tools": [described]}], "store": False}
+    tool_in_space = TOOL | {"description": "Finds one."}
+    fields = {"tools": [TOOL, SPACE | {"tools": [tool_in_space]}], "store": False}
+
+    # The client gets the namespace and the name, and the model gets one name of both.
     (call,) = (await respond(CALL_IN_SPACE, **fields)).json()["output"]
     assert (call["namespace"], call["name"]) == ("crm", "f")
-    offered = [tool["function"] for tool in passed_on(backend)["tools"]]
-    assert [function["name"] for function in offered] == ["f", "crm__f"]
-    assert offered[1]["description"] == "Customers.\n\nFinds one."
+    functions = [tool["function"] for tool in passed_on(backend)["tools"]]
+    assert [function["name"] for function in functions] == ["f", "crm__f"]
+    assert functions[1]["description"] == "Customers.\n\nFinds one."
+
     final = StreamCheck().run(events_of(await respond(CALL_IN_SPACE, stream=True, **fields)))
     assert (final["output"][0]["namespace"], final["output"][0]["name"]) == ("crm", "f")
+
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
     assert (await respond([call, output], **fields)).status_code == 200
-    (said,) = passed_on(backend)["messages"][0]["tool_calls"]
-    assert said["function"]["name"] == "crm__f"
+    (passed_call,) = passed_on(backend)["messages"][0]["tool_calls"]
+    assert passed_call["function"]["name"] == "crm__f"
 
 
 @pytest.mark.parametrize(

@@ -108,15 +108,17 @@ def test_the_library_takes_up_a_background_stream_that_it_lost(client, backend):
         if event.type == "response.output_text.delta":
             break
     stream.close()
-    response_id, last = events[0].response.id, events[-1].sequence_number
-    events += client.responses.retrieve(response_id, stream=True, starting_after=last)
+
+    response_id, last_number = events[0].response.id, events[-1].sequence_number
+    events += client.responses.retrieve(response_id, stream=True, starting_after=last_number)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     final = events[-1].response
     assert final.status == "completed"
-    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == final.output_text == "one " * 6
-    with client.responses.stream(response_id=response_id, starting_after=last) as again:
-        assert again.get_final_response().output_text == final.output_text
+
+    with client.responses.stream(response_id=response_id, starting_after=last_number) as stream:
+        assert stream.get_final_response().output_text == final.output_text
 
 
 def test_the_library_counts_tokens(client):
@@ -125,15 +127,17 @@ def test_the_library_counts_tokens(client):
 
 
 def test_the_library_raises_its_own_errors(client):
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai.BadRequestError) as bad_request:
         client.responses.create(model="echo", input="hi", temperature=9)
-    assert caught.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError) as caught:
+    assert bad_request.value.param == "temperature"
+
+    with pytest.raises(openai.NotFoundError) as not_found:
         client.responses.create(model="echo", input="hi", previous_response_id="resp_x")
-    assert caught.value.code == "response_not_found"
-    events = list(client.responses.create(
-        model="echo", input="one <pause 0.02><fail INTERNAL it broke>", stream=True
-    ))  # fmt: skip
+    assert not_found.value.code == "response_not_found"
+
+    # The echo model sends "one", and then fails with a message.
+    text = "one <pause 0.02><fail INTERNAL it broke>"
+    events = list(client.responses.create(model="echo", input=text, stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message == "it broke"
 
@@ -142,11 +146,11 @@ def test_the_library_raises_its_own_errors(client):
 @pytest.mark.parametrize("text", ["one <pause 60>two", "<pause 60>queued"])
 def test_a_client_that_goes_away_aborts_its_response(shared, text, stream):
     backend, port = shared
-    before = len(backend.aborted)
+    num_aborted_before = len(backend.aborted)
     data = json.dumps({"input": text, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", port)) as connection:
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         wait_for(lambda: backend.active)
     wait_for(lambda: not backend.active)
-    assert len(backend.aborted) == before + 1
+    assert len(backend.aborted) == num_aborted_before + 1

@@ -113,18 +113,19 @@ async def test_a_conversation_goes_on_from_a_response(client, backend):
 
 async def test_sending_the_output_back_is_the_same_as_going_on_from_it(client, backend):
     first = await create(client, CALL)
+    question = {"role": "user", "content": CALL}
     output = {"type": "function_call_output", "call_id": "call_0", "output": "sun"}
-    whole = [{"role": "user", "content": CALL}, *first["output"], output]
     references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
-    ways = [
-        {"given": [output], "previous_response_id": first["id"]},
-        {"given": whole, "store": False},
-        {"given": [whole[0], *references, output]},
-    ]
-    for way in ways:
-        await create(client, **way)
-    said = [json.loads(made.chat_request)["messages"] for made in backend.generations[1:]]
-    assert said[0] == said[1] == said[2]
+
+    await create(client, [output], previous_response_id=first["id"])
+    await create(client, [question, *first["output"], output], store=False)
+    await create(client, [question, *references, output])
+
+    _, *generations = backend.generations
+    by_response_id, by_items, by_references = (
+        json.loads(generation.chat_request)["messages"] for generation in generations
+    )
+    assert by_response_id == by_items == by_references
 
 
 async def test_an_unknown_response_is_a_404_that_names_its_id(client):
@@ -156,12 +157,15 @@ async def test_input_items_are_listed_a_page_at_a_time(client):
     assert texts == ["one", "one", "two", "3"]
     assert [item["role"] for item in page["data"]] == ["user", "assistant", "user", "user"]
     assert not page["has_more"]
-    newest = (await client.get(path, params={"limit": 1})).json()
-    assert newest["data"] == page["data"][-1:]
-    assert (newest["first_id"], newest["has_more"]) == (page["data"][-1]["id"], True)
-    rest = (await client.get(path, params={"after": "mine", "limit": 2})).json()
-    assert rest["data"] == page["data"][1::-1]
-    assert not rest["has_more"]
+
+    # By default, the newest item comes first.
+    newest_page = (await client.get(path, params={"limit": 1})).json()
+    assert newest_page["data"] == page["data"][-1:]
+    assert (newest_page["first_id"], newest_page["has_more"]) == (page["data"][-1]["id"], True)
+
+    oldest_page = (await client.get(path, params={"after": "mine", "limit": 2})).json()
+    assert oldest_page["data"] == page["data"][1::-1]
+    assert not oldest_page["has_more"]
 
 
 @pytest.mark.parametrize(
@@ -284,24 +288,24 @@ async def test_a_bug_fails_a_background_response_and_not_the_server(backend, mon
 @pytest.mark.parametrize("text", [LONG, "<pause 60>queued"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cancelling_stops_the_generation(client, backend, text, stream):
-    if stream:
-        followed = asyncio.create_task(
-            client.post(PATH, json={"input": text, "background": True, "stream": True})
-        )
-        await hold(lambda: backend.active)
-        (response_id,) = client._transport.app.state.responses._tasks
-    else:
-        response_id = (await create(client, text, background=True))["id"]
-        await hold(lambda: backend.active)
+    body = {"input": text, "background": True, "stream": stream}
+    creation = asyncio.create_task(client.post(PATH, json=body))
+    await hold(lambda: backend.active)
+    (response_id,) = client._transport.app.state.responses._tasks
+
     cancelled = (await client.post(f"{PATH}/{response_id}/cancel")).json()
+
     assert cancelled["status"] == "cancelled"
     assert not backend.active
     assert len(backend.aborted) == 1
-    again = (await client.post(f"{PATH}/{response_id}/cancel")).json()
-    assert again == cancelled == await get(client, response_id)
+    cancelled_again = (await client.post(f"{PATH}/{response_id}/cancel")).json()
+    assert cancelled_again == cancelled
+    assert await get(client, response_id) == cancelled
+    created = await creation
     if stream:
-        final = StreamCheck().run(events_of((await followed).text))
-        assert final == cancelled
+        assert StreamCheck().run(events_of(created.text)) == cancelled
+    else:
+        assert created.json()["id"] == response_id
 
 
 async def test_a_response_cancelled_before_it_began_is_cancelled(backend):
@@ -349,24 +353,26 @@ async def test_nothing_goes_on_from_a_response_that_runs(client):
 async def test_a_background_stream_can_be_read_again_from_anywhere(client, is_over):
     text = "one <pause 0.03>" * 8 + CALL
     body = {"input": text, "background": True, "stream": True}
-    whole = asyncio.create_task(client.post(PATH, json=body))
+    creation = asyncio.create_task(client.post(PATH, json=body))
     responses = client._transport.app.state.responses
     await hold(lambda: responses._tasks)
     (response_id,) = responses._tasks
     if is_over:
-        await whole
+        await creation
 
-    async def again(**query):
+    async def read_stream(**query):
+        """Read the stream of the response again, and return the text of its events."""
         params = {"stream": "true", **query}
-        return await client.get(f"{PATH}/{response_id}", params=params)
+        return (await client.get(f"{PATH}/{response_id}", params=params)).text
 
-    readers = [again(), *(again(starting_after=at) for at in (0, 3, 9))]
-    texts = [response.text for response in await asyncio.gather(*readers)]
-    events = events_of((await whole).text)
+    whole_text, *texts = await asyncio.gather(
+        read_stream(), *(read_stream(starting_after=number) for number in (0, 3, 9))
+    )
+    events = events_of((await creation).text)
     assert StreamCheck().run(events)["status"] == "completed"
-    for text, after in zip(texts, (-1, 0, 3, 9), strict=True):
-        assert events_of(text) == events[after + 1 :]
-    assert (await again(starting_after=len(events))).text == ""
+    assert events_of(whole_text) == events
+    assert [events_of(text) for text in texts] == [events[1:], events[4:], events[10:]]
+    assert await read_stream(starting_after=len(events)) == ""
 
 
 async def test_a_background_stream_goes_on_without_its_client(backend):
@@ -495,16 +501,20 @@ async def test_truncation_leaves_out_the_oldest_turns_and_keeps_the_instructions
     backend = ShortBackend()
     conversation = turns("a b c d", "e f", "g h", "i j", "k l")
     async with frontend(backend) as (client, _):
-        made = await create(client, conversation, instructions="be brief", truncation="auto")
-        assert text_of(made["output"][0]) == "k l"
-        assert made["truncation"] == "auto"
+        response = await create(client, conversation, instructions="be brief", truncation="auto")
+        assert text_of(response["output"][0]) == "k l"
+        assert response["truncation"] == "auto"
         messages = json.loads(backend.generations[-1].chat_request)["messages"]
-        assert [m["content"] for m in messages] == ["be brief", "g h", "i j", "k l"]
-        listed = (await client.get(f"{PATH}/{made['id']}/input_items")).json()["data"]
+        assert [message["content"] for message in messages] == ["be brief", "g h", "i j", "k l"]
+        listed = (await client.get(f"{PATH}/{response['id']}/input_items")).json()["data"]
         assert len(listed) == 5
-        for given, how in ((conversation, "disabled"), ([turns("x " * 20)[0]], "auto")):
-            response = await client.post(PATH, json={"input": given * 2, "truncation": how})
-            assert response.status_code == 400
-            assert "the limit is 12 (max_model_len)" in response.json()["error"]["message"]
-        names = [generation.request_id for generation in backend.generations]
-        assert len(set(names[:2])) == 2
+
+        too_long_turn = turns("x " * 20)[0]
+        for items, truncation in ((conversation, "disabled"), ([too_long_turn], "auto")):
+            refusal = await client.post(PATH, json={"input": items * 2, "truncation": truncation})
+            assert refusal.status_code == 400
+            assert "the limit is 12 (max_model_len)" in refusal.json()["error"]["message"]
+
+        # The backend refused the whole conversation, so the frontend sent a second request.
+        first_id, second_id = [generation.request_id for generation in backend.generations[:2]]
+        assert first_id != second_id

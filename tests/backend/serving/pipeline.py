@@ -56,14 +56,10 @@ class Pipeline:
         envelope = RequestEnvelope.unpack(tokenizer_outputs[tensor_names.ENVELOPE])
         self.params = unpack_params(envelope.params)
         slots = self.feedback.acquire(envelope.n)
-        stream = Stream(
-            request_id=_REQUEST_ID,
-            sender=None,
-            serial=next(self._serials),
-            sequences=[Sequence(index, slot) for index, slot in enumerate(slots)],
-            opening=Opening(envelope.context, slots),
-            last_sent=0.0,
-        )
+        opening = Opening(envelope.context, slots)
+        sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
+        serial = next(self._serials)
+        stream = Stream(_REQUEST_ID, None, serial, sequences, opening, last_sent=0.0)
         prompt = tokenizer_outputs[tensor_names.PROMPT_TOKEN_IDS].tolist()
         self.engine.add_request(_REQUEST_ID, prompt, self.params)
 

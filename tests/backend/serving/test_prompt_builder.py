@@ -246,13 +246,10 @@ ONLY_FIRST_SYSTEM_MESSAGE = (
 )
 
 
-@pytest.mark.parametrize(
-    "later_system_message", ["", "{{ raise_exception('must be at the beginning') }}"]
-)
-def test_system_messages_that_a_template_would_omit_are_merged_or_become_user_messages(
-    later_system_message,
-):
-    source = ONLY_FIRST_SYSTEM_MESSAGE.replace("LATER", later_system_message)
+@pytest.mark.parametrize("later", ["", "{{ raise_exception('must be at the beginning') }}"])
+def test_system_messages_that_a_template_would_omit_are_merged_or_become_user_messages(later):
+    # The template renders `later` in place of each system message except the first message.
+    source = ONLY_FIRST_SYSTEM_MESSAGE.replace("LATER", later)
     renderer = renderer_of(source)
     system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "x"}
     assert renderer.render([system, {**system, "content": "b"}, user]) == "system: a\n\nb;user: x;"

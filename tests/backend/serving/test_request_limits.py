@@ -179,16 +179,14 @@ def test_a_client_can_ask_for_the_limits(tokenizer):
     assert published["max_messages"] == tokenizer._prompt_builder.limits.max_messages
 
 
-@pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_a_client_can_ask_for_the_text_of_token_ids(tokenizer, skip_special_tokens):
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_client_can_ask_for_the_text_of_token_ids(tokenizer, skip):
     ids = tokenizer._prompt_builder.encode("Hello there<|im_end|>")
     request = Request(stream=np.array([True]), input_ids=np.array(ids, np.int32))
-    request.request_parameters = json.dumps(
-        {"return_text": True, "skip_special_tokens": skip_special_tokens}
-    )
+    request.request_parameters = json.dumps({"return_text": True, "skip_special_tokens": skip})
     reply = tokenizer.respond(request)
     text = json.loads(reply.tensors[0].as_numpy().tobytes())["text"]
-    assert text == ("Hello there" if skip_special_tokens else "Hello there<|im_end|>")
+    assert text == ("Hello there" if skip else "Hello there<|im_end|>")
 
 
 @pytest.mark.parametrize("ids", [[5, 10**6], [-1]])

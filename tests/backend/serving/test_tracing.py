@@ -87,10 +87,7 @@ def spans_of(tracing, receiver, **times):
     The request has 5 prompt tokens, of which 2 are cached, and two answers of 3 and 4 tokens.
     """
     timing = RequestTiming(arrived=1.0, num_prompt_tokens=5, traceparent=TRACEPARENT, **times)
-    sequences = [
-        Sequence(index=0, slot=0, num_tokens=3, num_cached_tokens=2),
-        Sequence(index=1, slot=1, num_tokens=4),
-    ]
+    sequences = [Sequence(0, 0, num_tokens=3, num_cached_tokens=2), Sequence(1, 1, num_tokens=4)]
     record_spans(tracing, Stream("1", None, 1, sequences, None, 0.0, timing=timing), now=10.0)
     tracing.close()
     return {span.name: span for span in receiver.spans}

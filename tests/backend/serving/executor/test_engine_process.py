@@ -22,6 +22,7 @@ MODULE = "nereid_backend.serving.executor.scripted_engine"
 
 
 def start_engine(**config):
+    """Start the process of a scripted engine, which has 300 s to load."""
     settings = dataclasses.asdict(EngineConfig(model=str(DEMO / "chat"), **config))
     limits = (Limit("start", 300), Limit("hang", 60), Limit("restarts", 0))
     program = ChildProgram("engine", "engine", MODULE, settings, *limits)
@@ -46,34 +47,37 @@ def add(child, request_id, prompt=PROMPT, **params):
 
 
 def receive(child, is_last, limit_s=120.0):
-    """Return the messages up to the first one for which `is_last(kind, rest)` is true."""
-    messages, deadline = [], time.monotonic() + limit_s
-    while not any(is_last(kind, rest) for kind, *rest in messages):
-        assert time.monotonic() < deadline, messages
+    """Return the messages up to the first one for which `is_last(kind, values)` is true."""
+    messages, deadline_s = [], time.monotonic() + limit_s
+    while not any(is_last(kind, values) for kind, *values in messages):
+        assert time.monotonic() < deadline_s, messages
         messages += child.receive(0.05, is_working=True)
     return messages
 
 
-def updates(rest):
-    return [unpack_update(row) for row in rest[0]]
+def updates_in(kind, values):
+    """Return the updates of a message, or an empty list if it is not a message "updates"."""
+    return [unpack_update(row) for row in values[0]] if kind == "updates" else []
+
+
+def receive_until_the_end_of(request_id, child):
+    """Return the messages up to the one with the last update of a request."""
+
+    def has_last_update(kind, values):
+        updates = updates_in(kind, values)
+        return any(one.request_id == request_id and one.finish_reason for one in updates)
+
+    return receive(child, has_last_update)
 
 
 def test_requests_start_in_their_order_and_the_second_one_waits(engine):
     add(engine, "a", max_tokens=3)
     add(engine, "b", max_tokens=3)
-    messages = receive(
-        engine,
-        lambda kind, rest: (
-            kind == "updates"
-            and any(one.request_id == "b" and one.finish_reason for one in updates(rest))
-        ),
-    )
     events = []
-    for kind, *rest in messages:
+    for kind, *values in receive_until_the_end_of("b", engine):
         if kind == "started":
-            events += [("started", request_id) for request_id, _ in rest[0]]
-        elif kind == "updates":
-            events += [("update", one.request_id) for one in updates(rest)]
+            events += [("started", request_id) for request_id, _ in values[0]]
+        events += [("update", update.request_id) for update in updates_in(kind, values)]
     assert events == [
         ("started", "a"),
         *[("update", "a")] * 3,
@@ -84,16 +88,16 @@ def test_requests_start_in_their_order_and_the_second_one_waits(engine):
 
 def test_a_refused_request_leaves_the_engine_alive(engine):
     add(engine, "long", PROMPT * 3)
-    *_, (_, request_id, kind, text) = receive(engine, lambda kind, rest: kind == "refused")
+    *_, (_, request_id, kind, text) = receive(engine, lambda kind, values: kind == "refused")
     assert (request_id, kind) == ("long", "RequestError")
     assert "max_model_len" in text
     add(engine, "c", max_tokens=1)
-    receive(engine, lambda kind, rest: kind == "updates")
+    receive(engine, lambda kind, values: kind == "updates")
 
 
 def test_an_unforeseen_error_in_adding_a_request_refuses_that_request_alone(engine):
     add(engine, "odd", b"123")
-    *_, (_, request_id, kind, text) = receive(engine, lambda kind, rest: kind == "refused")
+    *_, (_, request_id, kind, text) = receive(engine, lambda kind, values: kind == "refused")
     assert (request_id, kind) == ("odd", "EngineError")
     assert text.startswith("TypeError: ")
 
@@ -101,18 +105,10 @@ def test_an_unforeseen_error_in_adding_a_request_refuses_that_request_alone(engi
 def test_an_aborted_request_ends_with_an_update(engine):
     add(engine, "d", ignore_eos=True, max_tokens=5)
     engine.send(["abort", "d", None])
-    messages = receive(
-        engine,
-        lambda kind, rest: kind == "updates" and any(one.finish_reason for one in updates(rest)),
-    )
-    ends = [
-        one.finish_reason
-        for kind, *rest in messages
-        if kind == "updates"
-        for one in updates(rest)
-        if one.finish_reason
-    ]
-    assert ends == ["abort"]
+    messages = receive_until_the_end_of("d", engine)
+    updates = [update for kind, *values in messages for update in updates_in(kind, values)]
+    finish_reasons = [update.finish_reason for update in updates if update.finish_reason]
+    assert finish_reasons == ["abort"]
 
 
 def test_a_lost_device_ends_the_process_with_the_reason(tmp_path, monkeypatch):
@@ -122,5 +118,5 @@ def test_a_lost_device_ends_the_process_with_the_reason(tmp_path, monkeypatch):
     child = start_engine()
     add(child, "a")
     with pytest.raises(EngineDiedError, match=r"\(exit code 1\): CUDA error: gone"):
-        receive(child, lambda kind, rest: False)
+        receive(child, is_last=lambda kind, values: False)
     child.stop()

@@ -60,6 +60,7 @@ class Sender(Request):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
+    """A function that starts an executor model with the rules of a script and some settings."""
     models = []
 
     def make(*rules, **settings):
@@ -67,8 +68,8 @@ def start(tmp_path, monkeypatch):
         path.write_text(json.dumps([{"when": ""} | rule for rule in rules]))
         monkeypatch.setenv(SCRIPT_VARIABLE, str(path))
         monkeypatch.setattr(MetricFamily, "values", {})
-        values = {"model": str(DEMO / "chat"), "engine": "scripted", **settings}
-        config = {"parameters": {n: {"string_value": str(v)} for n, v in values.items()}}
+        settings = {"model": str(DEMO / "chat"), "engine": "scripted", **settings}
+        config = {"parameters": {n: {"string_value": str(v)} for n, v in settings.items()}}
         model = ExecutorModel()
         model.initialize(
             {"model_config": json.dumps(config), "model_repository": str(tmp_path / "llm")}
@@ -81,18 +82,32 @@ def start(tmp_path, monkeypatch):
         model.finalize()
 
 
-def ask(model, **given):
-    sender = Sender(**given)
+def ask(model, **request):
+    sender = Sender(**request)
     model.execute([sender])
     return sender
 
 
-def metric(name, wanted, limit_s=120.0):
-    """Wait until a metric has the value `wanted`, and return the value of the metric."""
-    deadline = time.monotonic() + limit_s
-    while MetricFamily.values.get(name) != wanted and time.monotonic() < deadline:
+def wait_for_metric(name, expected, limit_s=120.0):
+    """Wait until a metric has the value `expected`. Return the value at the end of the wait."""
+    deadline_s = time.monotonic() + limit_s
+    while MetricFamily.values.get(name) != expected and time.monotonic() < deadline_s:
         time.sleep(0.02)
     return MetricFamily.values.get(name)
+
+
+def wait_until(is_true, limit_s=120.0):
+    """Call `is_true` until it returns true, and fail after `limit_s` seconds."""
+    deadline_s = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def wait_for_more_tokens(sender):
+    """Wait until a running request has more tokens than now."""
+    num_tokens = len(sender.token_ids)
+    wait_until(lambda: len(sender.token_ids) > num_tokens, limit_s=60)
 
 
 LONG = SamplingParams(max_tokens=2000)
@@ -102,34 +117,37 @@ def test_times_tokens_and_outcomes_are_counted(start):
     model = start({"token_ids": [10], "ends": False, "delay_ms": 5})
     for _ in range(2):
         assert ask(model, num_tokens=4).wait().token_ids == [10] * 5
-    assert metric("request_success_total/length", 2) == 2
+    assert wait_for_metric("request_success_total/length", 2) == 2
     values = MetricFamily.values
     assert (values["prompt_tokens_total"], values["generation_tokens_total"]) == (8, 10)
     assert len(values["time_to_first_token_seconds"]) == 2
     assert len(values["request_queue_time_seconds"]) == 2
     assert values["request_prompt_tokens"] == [4, 4]
     assert values["request_generation_tokens"] == [5, 5]
-    phases = [
+
+    latencies_s = values["e2e_request_latency_seconds"]
+    phases_s = [
         sum(values[f"request_{phase}_time_seconds"]) for phase in ("queue", "prefill", "decode")
     ]
-    assert sum(phases) == pytest.approx(sum(values["e2e_request_latency_seconds"]))
-    assert all(0.02 < s < 120 for s in values["e2e_request_latency_seconds"])
+    assert sum(phases_s) == pytest.approx(sum(latencies_s))
+    assert all(0.02 < latency_s < 120 for latency_s in latencies_s)
+    # Each answer has 5 tokens, so it has 4 intervals between tokens.
     assert values["inter_token_latency_seconds_count"] == 8
     assert values["inter_token_latency_seconds_bucket/+Inf"] == 8
     assert values["engine_up"] == 1
-    assert metric("num_requests", 0) == 0
+    assert wait_for_metric("num_requests", 0) == 0
 
 
 def test_one_client_cannot_use_all_sequences(start):
     model = start(ENDLESS, max_streams=8)
     params = SamplingParams(max_tokens=100, n=2)
-    busy = [ask(model, params=params, client_id="busy") for _ in range(3)]
+    running = [ask(model, params=params, client_id="busy") for _ in range(3)]
     refused = ask(model, params=params, client_id="busy").wait()
     assert "this client would have more than its share of them (max_streams)" in refused.error
-    other = ask(model, client_id="other").wait()
-    assert other.error is None
-    for one in busy:
-        assert one.wait().error is None
+    request_of_other_client = ask(model, client_id="other").wait()
+    assert request_of_other_client.error is None
+    for request in running:
+        assert request.wait().error is None
     assert ask(model, client_id="busy").wait().error is None
 
 
@@ -142,8 +160,8 @@ def test_a_request_that_waits_too_long_ends_with_a_time_to_retry(start):
     assert "the limit is 0.5 s (queue_timeout)" in late.error
     assert late.error.endswith("(queue_timeout). Try again in 1 s.")
     assert 0.4 < late.elapsed_s < 15
-    assert metric("num_requests_waiting", 0) == 0
-    assert metric("requests_timed_out_total", 1) == 1
+    assert wait_for_metric("num_requests_waiting", 0) == 0
+    assert wait_for_metric("requests_timed_out_total", 1) == 1
     assert not first.ended.is_set()
 
 
@@ -155,8 +173,8 @@ def test_a_request_that_runs_too_long_ends_and_its_sequence_with_it(start):
     )
     assert "but the limit is 1.5 s (timeout)" in late.error
     assert late.token_ids
-    assert metric("kv_cache_blocks_used", 0) == 0
-    assert metric("num_requests", 0) == 0
+    assert wait_for_metric("kv_cache_blocks_used", 0) == 0
+    assert wait_for_metric("num_requests", 0) == 0
 
 
 def test_a_full_queue_refuses_requests_immediately_by_number_and_by_tokens(start):
@@ -175,7 +193,7 @@ def test_a_full_queue_refuses_requests_immediately_by_number_and_by_tokens(start
         in refused.error
     )
     assert refused.elapsed_s < 15  # The request did not wait for the end of the first request.
-    assert metric("requests_refused_total", 2) == 2
+    assert wait_for_metric("requests_refused_total", 2) == 2
 
 
 def test_a_stream_that_is_not_consumed_ends_at_a_limit_of_tokens(start):
@@ -189,7 +207,7 @@ def test_a_stream_that_is_not_consumed_ends_at_a_limit_of_tokens(start):
     assert "limit is 1000 (max_pending_tokens)" in stuck.wait().error
     other = ask(model).wait()
     assert (other.error, other.token_ids) == (None, [10] * 5)
-    assert metric("kv_cache_blocks_used", 0) == 0
+    assert wait_for_metric("kv_cache_blocks_used", 0) == 0
 
 
 def test_an_engine_that_dies_ends_its_requests_and_the_metrics_show_the_restart(start):
@@ -200,20 +218,21 @@ def test_an_engine_that_dies_ends_its_requests_and_the_metrics_show_the_restart(
     assert "[INTERNAL] the engine process ended (signal 9)" in running.wait().error
     refused = ask(model).wait()
     assert re.search(r"\[UNAVAILABLE\] the engine is restarting. Try again in \d+ s", refused.error)
-    assert metric("engine_up", 0) == 0
-    assert metric("num_engine_restarts", 1) == 1
-    assert metric("engine_up", 1) == 1
+    assert wait_for_metric("engine_up", 0) == 0
+    assert wait_for_metric("num_engine_restarts", 1) == 1
+    assert wait_for_metric("engine_up", 1) == 1
     assert ask(model).wait().token_ids == [10] * 5
-    assert metric("num_requests_running", 0) == 0
-    assert metric("request_success_total/length", 1) == 1
-    assert metric("requests_refused_total", 1) == 1
+    assert wait_for_metric("num_requests_running", 0) == 0
+    assert wait_for_metric("request_success_total/length", 1) == 1
+    assert wait_for_metric("requests_refused_total", 1) == 1
     assert MetricFamily.values["request_success_total/error"] == 1
 
 
 def test_the_gauges_of_a_dead_engine_are_0_until_it_is_restarted(start, monkeypatch):
     model = start(ENDLESS)
     assert ask(model, params=LONG).has_tokens.wait(120)
-    assert metric("num_requests_running", 1) == 1
+    assert wait_for_metric("num_requests_running", 1) == 1
+
     may_restart = threading.Event()
     start_replacement = SupervisedProcess._start_replacement
     monkeypatch.setattr(
@@ -222,27 +241,26 @@ def test_the_gauges_of_a_dead_engine_are_0_until_it_is_restarted(start, monkeypa
         lambda process: may_restart.wait(120) and start_replacement(process),
     )
     os.kill(model.child.pid, signal.SIGKILL)
-    assert metric("engine_up", 0) == 0
+    assert wait_for_metric("engine_up", 0) == 0
     names = ("num_requests_running", "kv_cache_blocks", "kv_cache_blocks_used")
-    assert [metric(name, 0, limit_s=2) for name in (*names, "kv_cache_usage_perc")] == [0] * 4
+    for name in (*names, "kv_cache_usage_perc"):
+        assert wait_for_metric(name, 0, limit_s=2) == 0
+
     may_restart.set()
-    assert metric("engine_up", 1) == 1
-    deadline = time.monotonic() + 60
-    while not MetricFamily.values["kv_cache_blocks"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_for_metric("engine_up", 1) == 1
+    wait_until(lambda: MetricFamily.values["kv_cache_blocks"], limit_s=60)
 
 
 def test_each_sequence_of_a_request_that_fails_or_exceeds_its_time_is_counted(start):
     model = start(ENDLESS)
     params = replace(LONG, n=3)
     assert ask(model, params=params, timeout_s=1).wait().error.startswith("[DEADLINE_EXCEEDED]")
-    assert metric("request_success_total/abort", 3) == 3
+    assert wait_for_metric("request_success_total/abort", 3) == 3
     failed = ask(model, params=params)
     assert failed.has_tokens.wait(120)
     os.kill(model.child.pid, signal.SIGKILL)
     assert failed.wait().error
-    assert metric("request_success_total/error", 3) == 3
+    assert wait_for_metric("request_success_total/error", 3) == 3
     assert len(MetricFamily.values["request_generation_tokens"]) == 6
 
 
@@ -250,32 +268,30 @@ def test_a_defect_in_the_loop_ends_the_requests_and_the_engines_work_on_them(sta
     model = start(ENDLESS)
     stuck = ask(model, params=LONG)
     assert stuck.has_tokens.wait(120)
-    serve = model.do_periodic_work
+    do_periodic_work = model.do_periodic_work
     failures = iter([ValueError("a defect")])
 
     def fail_once():
         for error in failures:
             raise error
-        return serve()
+        return do_periodic_work()
 
     monkeypatch.setattr(model, "do_periodic_work", fail_once)
     assert "the executor failed: ValueError: a defect" in stuck.wait().error
     assert ask(model).wait().token_ids == [10] * 5
-    assert metric("num_requests_running", 0) == 0
+    assert wait_for_metric("num_requests_running", 0) == 0
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up(start):
     model = start({"token_ids": [10], "fault": "CUDA error: gone"}, max_engine_restarts=1)
     for number in range(2):
-        assert metric("num_engine_restarts", number) == number
-        assert metric("engine_up", 1) == 1
+        assert wait_for_metric("num_engine_restarts", number) == number
+        assert wait_for_metric("engine_up", 1) == 1
         assert "CUDA error: gone" in ask(model).wait().error
-    deadline = time.monotonic() + 120
-    while "not restarted again" not in (refused := ask(model).wait().error):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert "[UNAVAILABLE] the engine process has died 2 times in a row" in refused
-    assert metric("engine_up", 0) == 0
+    wait_until(lambda: "not restarted again" in ask(model).wait().error)
+    refused = ask(model).wait()
+    assert "[UNAVAILABLE] the engine process has died 2 times in a row" in refused.error
+    assert wait_for_metric("engine_up", 0) == 0
 
 
 @pytest.mark.parametrize("n", [-1, 0, 2])
@@ -283,16 +299,14 @@ def test_a_wrong_number_of_sequences_ends_only_its_own_request(start, n):
     model = start(ENDLESS)
     neighbour = ask(model, params=LONG)
     assert neighbour.has_tokens.wait(120)
+
     damaged = Sender()
     envelope = RequestEnvelope(pack_params(SamplingParams(max_tokens=5)), n, b"")
     damaged.inputs[tensor_names.ENVELOPE].values = envelope.pack()
     model.execute([damaged])
     assert damaged.wait().error.startswith("[INVALID_ARGUMENT] envelope: the message")
-    num_tokens = len(neighbour.token_ids)
-    deadline = time.monotonic() + 60
-    while len(neighbour.token_ids) == num_tokens and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(neighbour.token_ids) > num_tokens
+
+    wait_for_more_tokens(neighbour)
     assert neighbour.error is None
 
 
@@ -342,10 +356,8 @@ def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
     assert adapters(model, unload_lora="first") == ["second"]
     assert adapters(model, list_loras=True) == ["second"]
     os.kill(model.child.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while model.processes[0].num_restarts == 0 or adapters(model, list_loras=True) != ["second"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: model.processes[0].num_restarts > 0)
+    wait_until(lambda: adapters(model, list_loras=True) == ["second"])
 
 
 def test_a_restarted_engine_gets_the_replaced_weights_before_the_first_request(start, monkeypatch):
@@ -365,7 +377,7 @@ def test_a_restarted_engine_gets_the_replaced_weights_before_the_first_request(s
 
     monkeypatch.setattr(SupervisedProcess, "finish_restart", request_at_once)
     os.kill(model.child.pid, signal.SIGKILL)
-    assert metric("num_engine_restarts", 1) == 1
+    assert wait_for_metric("num_engine_restarts", 1) == 1
     assert ask(model).wait().token_ids == [10] * 5
     assert kinds_by_process[model.child.pid][0] == "reload_weights"
 
@@ -376,10 +388,9 @@ def test_a_test_of_nereid_serve_does_not_wait_until_the_weights_are_replaced(sta
     model = start(ENDLESS)
     running = ask(model, params=SamplingParams(max_tokens=500))
     assert running.has_tokens.wait(120)
+
     reload = send_adapter_request(model, reload_weights="/new")
-    deadline = time.monotonic() + 60
-    while not model._engine_calls.is_replacing_weights and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: model._engine_calls.is_replacing_weights)
     client_id = json.loads(PROBES["llm"].body["sampling_parameters"])["client_id"]
     refused = ask(model, client_id=client_id).wait()
     assert "the weights of the model are being replaced" in refused.error
@@ -391,6 +402,7 @@ def test_a_test_of_nereid_serve_does_not_wait_until_the_weights_are_replaced(sta
 def test_a_line_of_the_running_engine_reaches_the_log(start, capsys):
     model = start(ENDLESS)
     receive, is_logged = model.child.receive, threading.Event()
+    # The child process seems to send this message first.
     messages = [["progress", "the forward pass is compiled"]]
 
     def receive_the_line_first(*arguments, **options):
@@ -422,40 +434,33 @@ def test_two_engines_share_the_requests_and_one_that_dies_ends_only_its_own(star
     streams = [ask(model, params=LONG) for _ in range(4)]
     for stream in streams:
         assert stream.has_tokens.wait(120)
-    first, second = model.processes
+    first, second = model.processes  # The requests alternate between the two processes.
     assert (first.num_requests, second.num_requests) == (2, 2)
-    assert metric("num_requests_running/0", 2) == metric("num_requests_running/1", 2) == 2
+    for number in (0, 1):
+        assert wait_for_metric(f"num_requests_running/{number}", 2) == 2
+
     os.kill(second.child.pid, signal.SIGKILL)
     for stream in streams[1::2]:
         assert "[INTERNAL] the engine process ended (signal 9)" in stream.wait().error
     assert not model.outage
     late = ask(model).wait()
     assert (late.error, late.token_ids) == (None, [10] * 5)
-    assert metric("engine_up/1", 1) == metric("num_engine_restarts/1", 1) == 1
-    assert metric("num_engine_restarts/0", 0) == 0
+    assert wait_for_metric("engine_up/1", 1) == wait_for_metric("num_engine_restarts/1", 1) == 1
+    assert wait_for_metric("num_engine_restarts/0", 0) == 0
     for stream in streams[::2]:
         assert stream.error is None
-        num_tokens = len(stream.token_ids)
-        deadline = time.monotonic() + 60
-        while len(stream.token_ids) == num_tokens and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(stream.token_ids) > num_tokens
-    params = SamplingParams(max_tokens=5)
-    repeated = [ask(model, params=params).wait().token_ids for _ in range(4)]
-    assert repeated == [[10] * 5] * 4
+        wait_for_more_tokens(stream)
+
+    answers = [ask(model, params=SamplingParams(max_tokens=5)).wait().token_ids for _ in range(4)]
+    assert answers == [[10] * 5] * 4
 
 
 def test_adapters_reach_every_engine_and_a_restarted_one_gets_them_again(start):
     model = start(ENDLESS, data_parallel_size=2, lora_adapters="first=/f")
     assert adapters(model, load_lora="second", lora_path="/s") == ["first", "second"]
     os.kill(model.processes[1].child.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while model.processes[1].num_restarts == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    while adapters(model, list_loras=True) != ["first", "second"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: model.processes[1].num_restarts > 0)
+    wait_until(lambda: adapters(model, list_loras=True) == ["first", "second"])
     assert adapters(model, unload_lora="second") == ["first"]
     refused = adapter_request(model, unload_lora="second")
     assert "no adapter has the name 'second'" in refused.error

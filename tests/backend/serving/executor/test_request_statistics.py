@@ -13,9 +13,11 @@ def finish_reasons(reason, *, at_stop_string, is_disconnected=False):
     The engine reports the finish reason `reason`.
     """
     statistics = RequestStatistics()
-    sequence = Sequence(0, 0, is_aborting=at_stop_string)
-    stream = Stream("1", None, 1, [sequence], None, 100.0, is_aborting=is_disconnected)
-    statistics.note_update(stream, RequestUpdate("1", [5], reason), 101.0)
+    # The executor asks the engine to abort a sequence when a stop string is found, and to abort a
+    # whole stream when the client is gone.
+    sequence = Sequence(index=0, slot=0, is_aborting=at_stop_string)
+    stream = Stream("1", None, 1, [sequence], None, last_sent=100.0, is_aborting=is_disconnected)
+    statistics.note_update(stream, RequestUpdate("1", [5], finish_reason=reason), 101.0)
     return statistics.finished
 
 

@@ -10,6 +10,8 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
+    """A function that returns a scripted engine with the rules of a script and some settings."""
+
     def make(*rules, **config):
         path = tmp_path / "script.json"
         path.write_text(json.dumps([{"when": ""} | rule for rule in rules]))
@@ -40,21 +42,21 @@ def test_the_engine_generates_the_tokens_of_the_script_and_then_eos(engine):
 def test_each_sequence_has_an_answer_of_its_own_and_may_be_aborted_alone(engine):
     scripted = engine({"token_ids": [[10, 11], [20]], "ends": False})
     scripted.add_request("a", PROMPT, SamplingParams(n=2, max_tokens=4))
-    first = scripted.step()
-    scripted.abort("a", 1)
-    updates = [*first, *run(scripted)]
-    mine = [t for u in updates if u.index == 0 for t in u.new_token_ids]
-    assert mine == [10, 11, 10, 11]
-    assert {u.index: u.finish_reason for u in updates if u.finish_reason} == {
-        0: "length",
-        1: "abort",
-    }
+    updates = scripted.step()
+    scripted.abort("a", index=1)
+    updates += run(scripted)
+    first_answer = [token for u in updates if u.index == 0 for token in u.new_token_ids]
+    assert first_answer == [10, 11, 10, 11]
+    finish_reasons = {u.index: u.finish_reason for u in updates if u.finish_reason}
+    assert finish_reasons == {0: "length", 1: "abort"}
 
 
 def test_stop_tokens_wait_for_min_tokens_and_eos_can_be_ignored(engine):
     scripted = engine({"token_ids": [10, 11], "ends": True})
     scripted.add_request("a", PROMPT, SamplingParams(stop_token_ids=[10], min_tokens=2))
-    assert run(scripted)[-1].cumulative_logprob == -1.5
+    # The answer is 10, 11, 10. Each token has the log-probability -0.5.
+    assert run(scripted)[-1].cumulative_logprob == 3 * -0.5
+
     scripted.add_request("a", PROMPT, SamplingParams(ignore_eos=True, max_tokens=7))
     updates = run(scripted)
     assert (len(updates), updates[-1].finish_reason) == (7, "length")

@@ -7,12 +7,14 @@ OPENING = Opening(b"context", (0,))
 
 
 def make_stream(now=100.0, n=1):
-    sequences = [Sequence(index, slot) for index, slot in enumerate(range(n))]
-    return Stream("1", None, 1, sequences, OPENING, now)
+    """Return a stream with `n` sequences whose last step was sent at `now`."""
+    sequences = [Sequence(index, slot=index) for index in range(n)]
+    return Stream("1", None, serial=1, sequences=sequences, opening=OPENING, last_sent=now)
 
 
-def update(*ids, finish=None, index=0, **fields):
-    return RequestUpdate("1", list(ids), finish, index=index, **fields)
+def update(*token_ids, finish=None, index=0, **fields):
+    """Return an update with new tokens, and with the finish reason `finish`, of one sequence."""
+    return RequestUpdate("1", list(token_ids), finish, index=index, **fields)
 
 
 def test_the_first_tokens_are_sent_at_once():
@@ -35,11 +37,12 @@ def test_tokens_are_merged_until_the_next_step_of_the_stream():
 
 def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
     stream = make_stream()
-    for order in range(MAX_UNCONSUMED_STEPS):
+    for step_number in range(MAX_UNCONSUMED_STEPS):
         stream.add(update(5))
         stream.take_step(100.0)
-        stream.unconsumed_steps.append(order)
+        stream.unconsumed_steps.append(step_number)
     assert not stream.may_send()
+
     stream.add(update(6, finish="length"))
     assert stream.may_send()
     assert stream.due_at(0.05, 0.25) <= 100.0
@@ -79,8 +82,8 @@ def test_a_step_contains_a_part_for_each_sequence_with_new_tokens():
     stream.add(update(7, index=2, cumulative_logprob=-3.0))
     state = stream.take_step(100.0)
     assert state.deltas == (
-        SequenceDelta(0, (6,), (-2.0,), num_cached_tokens=16),
-        SequenceDelta(2, (5, 7), (-1.0, -3.0)),
+        SequenceDelta(0, (6,), cumulative_logprobs=(-2.0,), num_cached_tokens=16),
+        SequenceDelta(2, (5, 7), cumulative_logprobs=(-1.0, -3.0)),
     )
     assert stream.take_step(100.1).deltas == ()
 
@@ -98,15 +101,16 @@ def test_a_stream_ends_when_all_its_sequences_have_ended():
 
 def test_log_probabilities_of_merged_updates_stay_in_order():
     stream = make_stream()
-    rows = [TokenLogprobs([at], [-1.0], 1) for at in range(3)]
-    stream.add(update(0, logprobs=rows[:1], prompt_logprobs=[None, rows[2]]))
-    stream.add(update(1, 2, logprobs=rows[1:]))
-    (part,) = stream.take_step(100.0).deltas
-    assert part.logprobs == tuple(rows)
-    assert part.prompt_logprobs == (None, rows[2])
-    stream.add(update(3, logprobs=rows[:1]))
-    (part,) = stream.take_step(100.1).deltas
-    assert (part.logprobs, part.prompt_logprobs) == (tuple(rows[:1]), None)
+    first, second, third = [TokenLogprobs([token], [-1.0], rank=1) for token in range(3)]
+    stream.add(update(0, logprobs=[first], prompt_logprobs=[None, third]))
+    stream.add(update(1, 2, logprobs=[second, third]))
+    (delta,) = stream.take_step(100.0).deltas
+    assert delta.logprobs == (first, second, third)
+    assert delta.prompt_logprobs == (None, third)
+
+    stream.add(update(3, logprobs=[first]))
+    (delta,) = stream.take_step(100.1).deltas
+    assert (delta.logprobs, delta.prompt_logprobs) == ((first,), None)
 
 
 def test_a_refusal_of_the_grammar_names_the_field_of_the_request():

@@ -12,13 +12,14 @@ from nereid_backend.serving.executor.waiting_limits import WaitingLimits
 
 
 def enter(admission, num_tokens=1, arrived=None, **limits):
+    """Add a request to the queue, and return its timing. Raise a CapacityError if it is full."""
     timing = RequestTiming(time.monotonic() if arrived is None else arrived, num_tokens, **limits)
     admission.enter(timing)
     return timing
 
 
 def test_a_request_above_the_limit_is_refused_with_a_time_to_retry():
-    admission = WaitingLimits(2, 0)
+    admission = WaitingLimits(max_requests=2, max_tokens=0)
     first = enter(admission)
     enter(admission)
     with pytest.raises(
@@ -30,7 +31,7 @@ def test_a_request_above_the_limit_is_refused_with_a_time_to_retry():
 
 
 def test_waiting_prompts_have_a_limit_of_tokens_but_a_single_prompt_can_be_larger():
-    admission = WaitingLimits(100, 50)
+    admission = WaitingLimits(max_requests=100, max_tokens=50)
     large = enter(admission, 80)
     with pytest.raises(
         CapacityError, match=r"80 prompt tokens are waiting.*has 1 more.*max_waiting_"
@@ -42,7 +43,7 @@ def test_waiting_prompts_have_a_limit_of_tokens_but_a_single_prompt_can_be_large
 
 
 def test_waiting_images_have_a_limit_of_bytes_but_a_single_request_can_be_larger():
-    admission = WaitingLimits(100, 0, max_image_bytes=3 * 2**20)
+    admission = WaitingLimits(max_requests=100, max_tokens=0, max_image_bytes=3 * 2**20)
     large = enter(admission, num_image_bytes=4 * 2**20)
     with pytest.raises(
         CapacityError,
@@ -56,19 +57,20 @@ def test_waiting_images_have_a_limit_of_bytes_but_a_single_request_can_be_larger
 
 
 def test_one_client_cannot_fill_the_queue_for_the_others():
-    admission = WaitingLimits(40, 0)
+    admission = WaitingLimits(max_requests=40, max_tokens=0)
     timings = [enter(admission, client_id="busy") for _ in range(30)]
     with pytest.raises(CapacityError, match=r"30 requests.*\(30 of them from this client\)"):
         enter(admission, client_id="busy")
-    for name in ("second", "third", "second"):
-        enter(admission, client_id=name)
+
+    for client_id in ("second", "third", "second"):
+        enter(admission, client_id=client_id)
     for timing in timings:
         admission.leave(timing, None)
     enter(admission, client_id="busy")
 
 
 def test_one_client_cannot_use_all_waiting_tokens():
-    admission = WaitingLimits(100, 1000)
+    admission = WaitingLimits(max_requests=100, max_tokens=1000)
     for _ in range(7):
         enter(admission, 100, client_id="busy")
     with pytest.raises(CapacityError, match=r"700 prompt tokens.*\(7 of them.*max_waiting_tok"):
@@ -76,11 +78,21 @@ def test_one_client_cannot_use_all_waiting_tokens():
     enter(admission, 300, client_id="other")
 
 
+def queue_with_a_rate(per_second, num_waiting, client_id=""):
+    """Return limits with `num_waiting` requests of one client, and the current time.
+
+    The limits have measured that `per_second` requests start in a second: 20 more requests of the
+    client have left the queue, the last of them now.
+    """
+    admission, now = WaitingLimits(max_requests=1000, max_tokens=0), time.monotonic()
+    timings = [enter(admission, arrived=now, client_id=client_id) for _ in range(num_waiting + 20)]
+    for number, timing in enumerate(timings[:20]):
+        admission.leave(timing, now - (19 - number) / per_second)
+    return admission, now
+
+
 def test_a_client_without_waiting_requests_does_not_wait_for_those_of_another_client():
-    admission, now = WaitingLimits(1000, 0), time.monotonic()
-    timings = [enter(admission, arrived=now, client_id="busy") for _ in range(220)]
-    for at, timing in enumerate(timings[:20]):
-        admission.leave(timing, now - (19 - at) / 10)
+    admission, now = queue_with_a_rate(per_second=10, num_waiting=200, client_id="busy")
     limits = {"arrived": now, "queue_timeout_s": 4.9}
     with pytest.raises(CapacityError, match=r"200 requests are waiting, so this.*about 20"):
         enter(admission, client_id="busy", **limits)
@@ -90,18 +102,6 @@ def test_a_client_without_waiting_requests_does_not_wait_for_those_of_another_cl
     # of each client must start.
     with pytest.raises(CapacityError, match=r"about 4\.0 s, but its limit is 4\.9"):
         enter(admission, client_id="other", **limits)
-
-
-def queue_with_a_rate(per_second, num_waiting):
-    """Return limits with `num_waiting` requests, and the current time.
-
-    The limits have measured that `per_second` requests start in a second.
-    """
-    admission, now = WaitingLimits(1000, 0), time.monotonic()
-    timings = [enter(admission, arrived=now) for _ in range(num_waiting + 20)]
-    for at, timing in enumerate(timings[:20]):
-        admission.leave(timing, now - (19 - at) / per_second)
-    return admission, now
 
 
 def test_a_request_that_would_exceed_its_queue_timeout_is_refused_immediately():
@@ -114,7 +114,7 @@ def test_a_request_that_would_exceed_its_queue_timeout_is_refused_immediately():
 
 
 def test_a_short_queue_has_no_rate_and_refuses_no_request():
-    admission = WaitingLimits(1000, 0)
+    admission = WaitingLimits(max_requests=1000, max_tokens=0)
     for _ in range(5):
         enter(admission, queue_timeout_s=0.001)
     assert admission.with_retry_time("full. Try again later.", "") == "full. Try again in 1 s."
@@ -132,6 +132,7 @@ def test_a_request_can_be_repeated_after_the_queue_timeout_but_not_after_the_tim
     error = timing.deadline_error(102.0)
     assert isinstance(error, CapacityError)
     assert "waited in the queue for 2.0 s, but the limit is 2 s (queue_timeout)" in str(error)
+
     timing.started = 101.0
     assert timing.next_deadline == 110.0
     error = timing.deadline_error(110.0)
@@ -148,23 +149,24 @@ def test_zero_means_no_limit_and_none_means_the_default():
 @pytest.mark.parametrize("factor", [1.2, 3, 10])
 @pytest.mark.parametrize("per_second", [4, 16, 100])
 def test_under_overload_few_requests_time_out_and_the_queue_is_never_empty(per_second, factor):
+    """For 60 s, `factor` times as many requests arrive as the engine starts in a second."""
     rng = random.Random(0)
-    admission, waiting = WaitingLimits(1000, 0), collections.deque()
+    admission, waiting = WaitingLimits(max_requests=1000, max_tokens=0), collections.deque()
     counts = collections.Counter()
-    events = [(rng.uniform(0, 60), "arrives") for _ in range(int(60 * per_second * factor))]
+    events = [(rng.uniform(0, 60), "arrival") for _ in range(int(60 * per_second * factor))]
     # In a step of the engine, two requests start together.
-    events += [(at * 2 / per_second, "begin") for at in range(30 * per_second)]
-    for now, kind in sorted(events):
+    events += [(step * 2 / per_second, "step") for step in range(30 * per_second)]
+    for now, event in sorted(events):
         while waiting and waiting[0].arrived + 2.0 <= now:
             admission.leave(waiting.popleft(), None)
-            counts["in vain"] += now > 5  # In the first seconds, no rate has been measured.
-        if kind == "begin":
-            for _ in range(2):
-                if waiting:
-                    admission.leave(waiting.popleft(), now)
-                    counts["begun"] += 1
-            continue
-        with contextlib.suppress(CapacityError):
-            waiting.append(enter(admission, arrived=now, queue_timeout_s=2.0))
-    assert counts["begun"] > 0.9 * 60 * per_second
-    assert counts["in vain"] < 0.1 * counts["begun"]
+            counts["timed out"] += now > 5  # In the first seconds, no rate has been measured.
+        if event == "step":
+            for timing in [waiting.popleft() for _ in range(min(2, len(waiting)))]:
+                admission.leave(timing, now)
+                counts["started"] += 1
+        else:
+            with contextlib.suppress(CapacityError):
+                waiting.append(enter(admission, arrived=now, queue_timeout_s=2.0))
+
+    assert counts["started"] > 0.9 * 60 * per_second
+    assert counts["timed out"] < 0.1 * counts["started"]

@@ -16,7 +16,7 @@ def test_options_are_a_json_object_and_null_is_the_default():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[1]", "options: the text must be a JSON object"),
         ("{", "options: the text is not valid JSON"),
@@ -34,8 +34,8 @@ def test_options_are_a_json_object_and_null_is_the_default():
         ('{"normalize": 1}', "normalize: the value must be true or false, but it is 1."),
     ],
 )
-def test_wrong_options_are_refused_by_name(text, said):
-    with pytest.raises(RequestError, match=said.replace("[", r"\[")):
+def test_wrong_options_are_refused_by_name(text, message):
+    with pytest.raises(RequestError, match=message.replace("[", r"\[")):
         decode_request.parse_options(text, decode_request.EMBEDDING_OPTIONS)
 
 
@@ -73,11 +73,11 @@ def test_token_ids_that_are_too_long_are_refused_or_cut_before_they_become_lists
 
 
 @pytest.mark.parametrize(
-    ("lengths", "said"),
+    ("lengths", "message"),
     [(ints(1, 1), "sum of the lengths is 2"), (ints(3, 0), "at least 1, but one is 0")],
 )
-def test_wrong_lengths_are_refused(lengths, said):
-    with pytest.raises(RequestError, match=said):
+def test_wrong_lengths_are_refused(lengths, message):
+    with pytest.raises(RequestError, match=message):
         decode_request.split_token_ids(ints(1, 2, 3), lengths, 3)
 
 
@@ -104,7 +104,7 @@ def test_a_document_is_a_text_or_an_image_but_not_both():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "parts: element 2 is not valid JSON"),
         ('{"text": [' + "[]," * 2**17, "parts: element 2 has more than 131072 opening brackets"),
@@ -116,8 +116,8 @@ def test_a_document_is_a_text_or_an_image_but_not_both():
         ('{"image": "%"}', "not valid base64"),
     ],
 )
-def test_an_invalid_part_is_refused_with_its_index(text, said):
-    with pytest.raises(RequestError, match=said):
+def test_an_invalid_part_is_refused_with_its_index(text, message):
+    with pytest.raises(RequestError, match=message):
         decode_request.parse_part(text, 2)
 
 

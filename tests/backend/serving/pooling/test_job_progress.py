@@ -53,12 +53,12 @@ def test_an_outcome_has_every_value_in_the_order_of_the_inputs(work, sent):
 
 
 def test_a_large_job_goes_to_the_engine_a_slice_at_a_time(work, engine, sent):
-    count = 5 * job_progress._SLICE_INPUTS + 3
-    work.add("a", texts(*("x" * (n % 7 + 1) for n in range(count))))
+    num_inputs = 5 * job_progress._SLICE_INPUTS + 3
+    lengths = [number % 7 + 1 for number in range(num_inputs)]
+    work.add("a", texts(*("x" * length for length in lengths)))
     run(work)
     assert engine.most_waiting <= job_progress._MAX_SLICES * job_progress._SLICE_INPUTS
-    done = outcome(sent[0])
-    assert done.num_tokens.tolist() == [n % 7 + 1 for n in range(count)]
+    assert outcome(sent[0]).num_tokens.tolist() == lengths
 
 
 def test_one_query_is_paired_with_each_document():
@@ -92,8 +92,8 @@ def test_a_wrong_input_refuses_only_its_job_and_the_message_has_its_index(work, 
     work.add("b", texts("x"))
     run(work)
     refusals = [message for message in sent if message[0] == "refused"]
-    said = f"texts: element {count}: has no tokens"
-    assert refusals == [["refused", "a", "RequestError", said]]
+    error = f"texts: element {count}: has no tokens"
+    assert refusals == [["refused", "a", "RequestError", error]]
     assert [message[1] for message in sent if message[0] == "done"] == ["b"]
 
 
@@ -130,9 +130,10 @@ def test_a_job_whose_outputs_are_too_large_for_a_response_is_refused(
     work.add("large", texts(*(["a"] * 50)))
     work.add("small", texts("a"))
     run(work)
-    by_id = {message[1]: message for message in sent}
-    assert by_id["large"][:3] == ["refused", "large", "RequestError"]
-    assert by_id["large"][3].startswith("texts: the outputs of the request have more than 100")
+    by_id = {job_id: (kind, *values) for kind, job_id, *values in sent}
+    kind, error_class, text = by_id["large"]
+    assert (kind, error_class) == ("refused", "RequestError")
+    assert text.startswith("texts: the outputs of the request have more than 100")
     assert by_id["small"][0] == "done"
     assert not engine.has_work()
 

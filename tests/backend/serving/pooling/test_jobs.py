@@ -17,14 +17,14 @@ SHAPES = {
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_an_outcome_is_unchanged_after_packing_and_unpacking(kind):
-    made = Outcome.from_values(kind, VALUES[kind], [5, 6])
-    row = msgpack.unpackb(msgpack.packb(made.row(), use_bin_type=True), raw=False)
-    read = Outcome.from_row(row)
-    assert read.kind == kind
-    assert read.values.shape == SHAPES[kind]
-    assert np.array_equal(read.values, made.values)
-    assert read.num_tokens.tolist() == [5, 6]
-    assert read.counts.tolist() == ([3, 1] if kind == "multi_vector" else [])
+    packed = Outcome.from_values(kind, VALUES[kind], [5, 6])
+    row = msgpack.unpackb(msgpack.packb(packed.row(), use_bin_type=True), raw=False)
+    unpacked = Outcome.from_row(row)
+    assert unpacked.kind == kind
+    assert unpacked.values.shape == SHAPES[kind]
+    assert np.array_equal(unpacked.values, packed.values)
+    assert unpacked.num_tokens.tolist() == [5, 6]
+    assert unpacked.counts.tolist() == ([3, 1] if kind == "multi_vector" else [])
 
 
 def test_sparse_weights_keep_their_tokens():

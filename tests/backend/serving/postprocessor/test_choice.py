@@ -30,9 +30,11 @@ def row(token_id):
 
 def take(answer, token_ids, ending=None, **part):
     """Add the tokens of one step to a choice. Each token has the log-probability -0.5."""
-    answer.total = getattr(answer, "total", 0) + len(token_ids)
-    sums = [-0.5 * (answer.total - len(token_ids) + at + 1) for at in range(len(token_ids))]
-    answer.add(SequenceDelta(0, tuple(token_ids), tuple(sums), ending=ending, **part))
+    num_earlier_tokens = getattr(answer, "num_taken_tokens", 0)
+    answer.num_taken_tokens = num_earlier_tokens + len(token_ids)
+    counts = range(num_earlier_tokens + 1, answer.num_taken_tokens + 1)
+    sums = tuple(-0.5 * num_tokens for num_tokens in counts)
+    answer.add(SequenceDelta(0, tuple(token_ids), sums, ending=ending, **part))
 
 
 def usage(completion, reasoning=0, cached=0):
@@ -93,6 +95,7 @@ def test_tokens_of_later_steps_have_no_effect_after_a_stop_string():
     assert answer.take_output().text == "xE"
     take(answer, ids("D"))
     assert answer.stop_string == "ND"
+
     take(answer, ids("more"))
     take(answer, ids("and"), Ending("abort"))
     piece = answer.take_output()
@@ -141,9 +144,10 @@ def read(answer, text, size=3, ending=None):
         The joined texts and tool calls of all outputs, and the last output.
     """
     total = {"reasoning": "", "content": "", "arguments": "", "names": [], "text": ""}
-    for at in range(0, len(text), size):
-        last = at + size >= len(text)
-        take(answer, ids(text[at : at + size]), (ending or Ending("stop", 7)) if last else None)
+    for start in range(0, len(text), size):
+        is_last = start + size >= len(text)
+        step_ending = (ending or Ending("stop", 7)) if is_last else None
+        take(answer, ids(text[start : start + size]), step_ending)
         piece = answer.take_output()
         if piece is None:
             continue
@@ -168,9 +172,10 @@ def test_reasoning_content_and_calls_are_parts_of_the_delta():
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
 def test_reasoning_tokens_are_those_up_to_the_end_of_the_closing_marker(size):
-    opened = "hm\n</think>"
-    _, last = read(parsed_answer(START + "<think>\n"), opened + "\n\nYes, of course.", size)
-    assert last.delta["usage"] == usage(len(opened) + 17, reasoning=len(opened))
+    reasoning, content = "hm\n</think>", "\n\nYes, of course."
+    _, last = read(parsed_answer(START + "<think>\n"), reasoning + content, size)
+    num_tokens = len(reasoning + content)  # Each character is one token.
+    assert last.delta["usage"] == usage(num_tokens, reasoning=len(reasoning))
 
 
 def test_an_answer_without_reasoning_has_no_reasoning_tokens():
@@ -201,7 +206,7 @@ def test_with_tool_choice_none_a_call_stays_in_the_content(size):
 
 def test_log_probabilities_are_sent_even_if_the_text_is_held_back():
     answer = open_answer(stop=("END",))
-    take(answer, ids("E"), logprobs=(row(69),))
+    take(answer, ids("E"), logprobs=(row(ord("E")),))
     piece = answer.take_output()
     assert piece.text == ""
     assert piece.delta["logprobs"] == [
@@ -218,7 +223,8 @@ def test_log_probabilities_are_sent_even_if_the_text_is_held_back():
 
 def test_tokens_after_a_stop_string_in_the_same_step_are_dropped():
     answer = open_answer(stop=("ND",), prompt_token_ids=(1, 2))
-    take(answer, ids("xENDmore"), logprobs=tuple(row(token) for token in ids("xENDmore")))
+    token_ids = ids("xENDmore")
+    take(answer, token_ids, logprobs=tuple(map(row, token_ids)))
     delta = answer.take_output().delta
     assert delta["content"] == "xE"
     assert delta["token_ids"] == ids("xEND")
@@ -232,30 +238,31 @@ def test_tokens_after_a_stop_string_in_the_same_step_are_dropped():
 def test_a_stop_string_before_min_tokens_is_text(size):
     answer = open_answer(stop=("END",), min_tokens=5)
     text = "aEND bEND c"
-    for at in range(0, len(text), size):
-        take(answer, ids(text[at : at + size]))
+    for start in range(0, len(text), size):
+        take(answer, ids(text[start : start + size]))
     assert answer.take_output().text == "aEND b"
     assert answer.stop_string == "END"
 
 
 def test_only_the_first_delta_of_the_first_choice_has_the_fields_of_the_prompt():
     prompt = {"prompt_logprobs": (None, row(66)), "num_cached_tokens": 3}
-    answer, other = (open_answer(index, prompt_token_ids=(65, 66)) for index in (0, 1))
-    take(answer, ids("a"), **prompt)
-    take(other, ids("b"))
-    first = answer.take_output().delta
-    assert first["prompt_token_ids"] == [65, 66]
-    assert first["prompt_logprobs"] == [
+    first, second = (open_answer(index, prompt_token_ids=(65, 66)) for index in (0, 1))
+    take(first, ids("a"), **prompt)
+    take(second, ids("b"))
+    delta = first.take_output().delta
+    assert delta["prompt_token_ids"] == [65, 66]
+    assert delta["prompt_logprobs"] == [
         None,
         {
             "66": {"logprob": -0.5, "rank": 2, "decoded_token": "B"},
             "67": {"logprob": -1.5, "rank": 1, "decoded_token": "C"},
         },
     ]
-    assert first["usage"] == usage(1, cached=3)
-    take(answer, ids("c"))
-    assert not {"prompt_token_ids", "prompt_logprobs"} & answer.take_output().delta.keys()
-    assert other.take_output().delta == {
+    assert delta["usage"] == usage(1, cached=3)
+
+    take(first, ids("c"))
+    assert not {"prompt_token_ids", "prompt_logprobs"} & first.take_output().delta.keys()
+    assert second.take_output().delta == {
         "index": 1,
         "content": "b",
         "token_ids": [98],
@@ -264,11 +271,11 @@ def test_only_the_first_delta_of_the_first_choice_has_the_fields_of_the_prompt()
 
 
 def test_a_message_that_the_model_ended_is_validated_as_a_whole():
-    checked = []
-    text = THOUGHT + CALL
-    read(parsed_answer(check=checked.append), text)
-    calls = [{"name": "add", "arguments": '{"a": 1}'}]
-    assert [(one["content"].strip(), one["calls"]) for one in checked] == [("", calls)]
+    checked_messages = []
+    read(parsed_answer(check=checked_messages.append), THOUGHT + CALL)
+    (message,) = checked_messages
+    assert message["content"].strip() == ""
+    assert message["calls"] == [{"name": "add", "arguments": '{"a": 1}'}]
 
 
 @pytest.mark.parametrize("ending", [Ending("length"), Ending("abort")])

@@ -22,13 +22,16 @@ EOS = 7
 
 
 def context(**fields):
+    """Return the context of a chat with tools and the stop string "STOP"."""
     known = {"stream": True, "num_prompt_tokens": 4, "prompt": START, "tools": TOOLS}
     return StreamContext(**known | {"stop": ("STOP",), "prompt_token_ids": (1,)} | fields)
 
 
-def open_answers(ctx):
-    made = [Choice(ctx, index, decode, ParsedMessage(QWEN, ctx), Texts()) for index in range(ctx.n)]
-    return Choices(ctx, tuple(range(ctx.n)), made)
+def open_choices(**fields):
+    """Return the choices of one request."""
+    ctx = context(**fields)
+    choices = [Choice(ctx, i, decode, ParsedMessage(QWEN, ctx), Texts()) for i in range(ctx.n)]
+    return Choices(ctx, slots=tuple(range(ctx.n)), choices=choices)
 
 
 class Sender:
@@ -41,14 +44,18 @@ class Sender:
     def is_done(self):
         return self.sent == len(self.ids)
 
-    def part(self, count):
+    def next_delta(self, count):
         """Return the next `count` tokens as an update of the sequence."""
         tokens = self.ids[self.sent : self.sent + count]
-        sums = tuple(-0.5 * (self.sent + at + 1) for at in range(len(tokens)))
+        counts = range(self.sent + 1, self.sent + len(tokens) + 1)
         self.sent += len(tokens)
-        ending = Ending("stop", EOS) if self.is_done else None
-        rows = tuple(map(row, tokens))
-        return SequenceDelta(self.index, tuple(tokens), sums, rows, ending=ending)
+        return SequenceDelta(
+            self.index,
+            tuple(tokens),
+            cumulative_logprobs=tuple(-0.5 * num_tokens for num_tokens in counts),
+            logprobs=tuple(map(row, tokens)),
+            ending=Ending("stop", EOS) if self.is_done else None,
+        )
 
 
 def add_up(pieces, totals):
@@ -76,20 +83,23 @@ def run(scripts, schedule, **fields):
 
     An item of `schedule` describes one step: a list of pairs (index of a choice, number of tokens).
     """
-    answers = open_answers(context(n=len(scripts), **fields))
+    choices = open_choices(n=len(scripts), **fields)
     senders = [Sender(index, script) for index, script in enumerate(scripts)]
     totals = {}
     while not all(sender.is_done for sender in senders):
-        told = {}
-        for sequence, count in next(schedule):
-            sender = senders[sequence % len(senders)]
-            if not sender.is_done and sender.index not in told:
-                told[sender.index] = sender.part(count)
-        steps = [told[index] for index in sorted(told)]
+        deltas = {}
+        for index, count in next(schedule):
+            sender = senders[index % len(senders)]
+            if not sender.is_done and sender.index not in deltas:
+                deltas[sender.index] = sender.next_delta(count)
         is_last = all(sender.is_done for sender in senders)
-        answers.add(StepState(0, 1, 1, tuple(steps), is_last))
-        add_up(answers.take_outputs(is_last=is_last), totals)
+        choices.add(step_state([deltas[index] for index in sorted(deltas)], is_last=is_last))
+        add_up(choices.take_outputs(is_last=is_last), totals)
     return totals
+
+
+def step_state(deltas, *, is_last=False):
+    return StepState(slot=0, serial=1, step=1, deltas=tuple(deltas), is_last=is_last)
 
 
 def alone(script):
@@ -102,8 +112,10 @@ def alone(script):
 def test_interleaved_choices_have_the_same_output_as_each_choice_alone(data, scripts, stream):
     turn = st.tuples(st.integers(0, 3), st.integers(1, 30))
     turns = data.draw(st.lists(st.lists(turn, min_size=1, max_size=4), max_size=30))
-    rest = [(index, 5) for index in range(4)]
-    schedule = iter([*turns, *([rest] * 50)])
+    # The last steps have tokens of every choice, so that all choices end.
+    last_turns = [[(index, 5) for index in range(4)]] * 50
+    schedule = iter([*turns, *last_turns])
+
     totals = run(scripts, schedule, stream=stream)
     assert sorted(totals) == list(range(len(scripts)))
     for index, script in enumerate(scripts):
@@ -112,8 +124,8 @@ def test_interleaved_choices_have_the_same_output_as_each_choice_alone(data, scr
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_log_probability_is_sent_once_and_none_after_a_stop_string(script):
-    shown = script[: script.index("STOP") + 4] if "STOP" in script else script
-    tokens = ids(shown) + ([] if "STOP" in script else [EOS])
+    text, stop_string, _ = script.partition("STOP")
+    tokens = ids(text + stop_string) if stop_string else [*ids(text), EOS]
     total = alone(script)
     assert total["tokens"] == tokens
     assert total["sum"] == -0.5 * len(tokens)
@@ -122,24 +134,23 @@ def test_each_log_probability_is_sent_once_and_none_after_a_stop_string(script):
 
 
 def test_without_streaming_all_choices_are_sent_at_the_end_in_order():
-    answers = open_answers(context(n=2, stream=False))
-    senders = [Sender(0, "second to end"), Sender(1, "first to end")]
-    answers.add(StepState(0, 1, 1, (senders[1].part(100),)))
-    assert answers.take_outputs(is_last=False) == []
-    answers.add(StepState(0, 1, 2, (senders[0].part(100),), is_last=True))
-    assert [piece.text for piece in answers.take_outputs(is_last=True)] == [
-        "second to end",
-        "first to end",
-    ]
+    choices = open_choices(n=2, stream=False)
+    second_to_end, first_to_end = Sender(0, "second to end"), Sender(1, "first to end")
+    choices.add(step_state([first_to_end.next_delta(100)]))
+    assert choices.take_outputs(is_last=False) == []
+
+    choices.add(step_state([second_to_end.next_delta(100)], is_last=True))
+    texts = [output.text for output in choices.take_outputs(is_last=True)]
+    assert texts == ["second to end", "first to end"]
 
 
 def test_a_stop_string_is_signalled_until_its_choice_has_ended():
-    answers = open_answers(context(n=2))
-    senders = [Sender(0, "going on and on"), Sender(1, "xSTOPy")]
-    answers.add(StepState(0, 1, 1, (senders[1].part(6),)))
-    answers.take_outputs(is_last=False)
-    assert answers.stopped_slots() == [1]
-    answers.add(StepState(0, 1, 2, (SequenceDelta(1, (), ending=Ending("abort")),)))
-    (piece,) = answers.take_outputs(is_last=False)
-    assert (piece.delta["finish_reason"], piece.delta["stop_reason"]) == ("stop", "STOP")
-    assert answers.stopped_slots() == []
+    choices = open_choices(n=2)
+    choices.add(step_state([Sender(1, "xSTOPy").next_delta(6)]))
+    choices.take_outputs(is_last=False)
+    assert choices.stopped_slots() == [1]
+
+    choices.add(step_state([SequenceDelta(1, (), ending=Ending("abort"))]))
+    (output,) = choices.take_outputs(is_last=False)
+    assert (output.delta["finish_reason"], output.delta["stop_reason"]) == ("stop", "STOP")
+    assert choices.stopped_slots() == []

@@ -24,13 +24,14 @@ FOREVER = 10**9
 def fork_server(make_program, monkeypatch):
     """The process of a fork server. An environment variable contains the address of the server."""
     address = f"nereid-test-{secrets.token_hex(8)}"
+    module = "nereid_backend.serving.process.forking.fork_server"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{address}")
         listener.listen()
-        number = listener.fileno()
-        module = "nereid_backend.serving.process.forking.fork_server"
-        command = [sys.executable, "-m", module, str(number), *4 * [SMALL_MODULE]]
-        process = subprocess.Popen(command, pass_fds=[number])
+        descriptor = listener.fileno()
+        # The server expects four modules, because it imports different modules for each child.
+        command = [sys.executable, "-m", module, str(descriptor), *4 * [SMALL_MODULE]]
+        process = subprocess.Popen(command, pass_fds=[descriptor])
     monkeypatch.setenv(ADDRESS_VARIABLE, address)
     yield psutil.Process(process.pid)
     process.kill()

@@ -127,11 +127,11 @@ def test_a_process_that_closes_its_connection_and_lingers_counts_as_dead(start, 
 def test_a_process_that_hangs_is_killed_even_when_it_reads_nothing(start):
     child = start(hang_timeout=1)
     os.kill(child.pid, signal.SIGSTOP)
-    started = time.monotonic()
+    started_s = time.monotonic()
     # The messages are larger than the socket's buffer. `send` must not wait for the process.
     for number in range(200):
         child.send(["echo", number, "x" * 40_000])
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started_s < 20
     with pytest.raises(
         EngineDiedError, match=r"sent no message for 1 s .* limit is 1 s \(hang_timeout_s\)"
     ):

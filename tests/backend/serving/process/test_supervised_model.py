@@ -20,7 +20,10 @@ POLL_S = 0.02
 
 
 class EchoModel(SupervisedModel):
-    """A model whose requests are instructions for the scripted child process."""
+    """A model whose requests are instructions for the scripted child process.
+
+    The word "ID" in an instruction stands for the id of the request.
+    """
 
     title = "echo"
     log_prefix = "echo: "
@@ -115,13 +118,13 @@ def test_requests_are_answered_refused_or_need_no_child(start):
 
 def test_a_child_that_dies_ends_its_requests_and_is_started_again(start, capsys):
     model = start()
-    first = model.child.pid
+    first_pid = model.child.pid
     waiting, killer = ask(model, "sleep", 0), ask(model, "exit", 7)
     for request in (waiting, killer):
         assert "the worker process ended (exit code 7)" in request.wait().error
     wait_until(lambda: not model.outage)
     assert echo(model)
-    assert model.child.pid != first
+    assert model.child.pid != first_pid
     assert model.num_restarts == 1
     line = "nereid: restarting the worker of the script (attempt 1 of 1), because the worker"
     assert line in capsys.readouterr().out
@@ -146,19 +149,20 @@ def test_a_child_without_requests_may_be_silent(start):
 
 
 def test_requests_are_refused_at_once_while_the_child_restarts(start, tmp_path):
-    model = start(flag=str(tmp_path / "flag"), max_restarts=100)
-    (tmp_path / "flag").touch()
+    flag = tmp_path / "flag"
+    model = start(flag=str(flag), max_restarts=100)
+    flag.touch()  # While this file exists, the child process cannot be restarted.
     ask(model, "exit", 1).wait()
     refused = ask(model, "echo", "ID", "x").wait()
     assert refused.error == "[UNAVAILABLE] the echo is restarting"
-    (tmp_path / "flag").unlink()
+    flag.unlink()
     wait_until(lambda: not model.outage)
     assert echo(model)
 
 
 def test_a_child_that_cannot_be_restarted_is_given_up_with_the_reason(start, tmp_path, capsys):
     model = start(flag=str(tmp_path / "flag"), max_restarts=2)
-    (tmp_path / "flag").touch()
+    (tmp_path / "flag").touch()  # While this file exists, the child process cannot be restarted.
     ask(model, "exit", 1).wait()
     wait_until(lambda: "dead" in model.outage)
     refusal = ask(model, "echo", "ID", "x").wait().error
@@ -195,6 +199,8 @@ def test_deaths_count_until_the_child_has_proved_to_work(start):
         wait_until(lambda: not model.outage)
         assert model.num_restarts == number
         assert echo(model)
+
+    # Without an answer in between, the second death exceeds `max_restarts`.
     ask(model, "exit", 1).wait()
     wait_until(lambda: not model.outage)
     ask(model, "exit", 1).wait()
@@ -240,15 +246,17 @@ def test_a_model_whose_child_cannot_be_loaded_does_not_start(start):
 
 
 def test_the_death_of_a_process_ends_only_its_requests_and_the_others_continue(start, tmp_path):
-    model = start(num_processes=2, flag=str(tmp_path / "flag"), max_restarts=100)
-    (tmp_path / "flag").touch()
+    flag = tmp_path / "flag"
+    model = start(num_processes=2, flag=str(flag), max_restarts=100)
+    flag.touch()  # While this file exists, the child process cannot be restarted.
     lost = ask(model, "exit", 7, index=1)
     assert "the worker process ended (exit code 7)" in lost.wait().error
     assert not model.outage
     assert echo(model, index=0)
     late = ask(model, "echo", "ID", "x", index=1)
     assert "the worker process ended (exit code 7)" in late.wait().error
-    (tmp_path / "flag").unlink()
+
+    flag.unlink()
     wait_until(lambda: model.processes[1].is_running)
     assert echo(model, index=1)
     assert [process.num_restarts for process in model.processes] == [0, 1]
@@ -274,9 +282,9 @@ def test_the_end_of_the_server_ends_a_process_that_is_restarting(start, tmp_path
     model = start(flag=str(tmp_path / "flag"), max_restarts=10**6)
     (tmp_path / "flag").touch()
     ask(model, "exit", 1).wait()
-    started = time.monotonic()
+    started_s = time.monotonic()
     model.finalize()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started_s < 30
 
 
 STUB = """
@@ -306,7 +314,7 @@ def test_a_stub_ends_if_the_server_is_killed():
     command = [sys.executable, "-c", SERVER, STUB]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         assert server.stdout.readline() == b"started\n"
-        started = time.monotonic()
+        killed_s = time.monotonic()
         server.kill()
         assert server.stdout.read() == b""  # `read` returns when the last process has ended
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - killed_s < 30

@@ -30,6 +30,7 @@ def is_busy(gauge):
 
 
 def is_idle(gauge):
+    """Return whether the metrics show no running request and no used block of the KV cache."""
     return gauge("num_requests") == 0 and gauge("kv_cache_blocks_used") == 0
 
 

@@ -30,6 +30,7 @@ class PipelineBackend(FakeBackend):
         self._patch.undo()
 
     async def generate(self, generation):
+        """Yield the deltas of a streamed chat. Other requests are not supported."""
         inputs = {
             "chat_request": np.array([generation.chat_request.encode()], dtype=np.object_),
             "stream": np.array([True]),

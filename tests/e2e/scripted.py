@@ -15,6 +15,7 @@ def checkpoint(folder, template, markers, bos, eos):
     """Create and return a checkpoint folder for a scripted engine.
 
     The tokenizer is the demo model's, with `bos`, `eos` and `markers` as additional special tokens.
+    `template` is the name of a chat template in the folder `templates`.
     """
     folder.mkdir(parents=True)
     for name in ("config.json", "tokenizer_config.json"):
@@ -23,17 +24,18 @@ def checkpoint(folder, template, markers, bos, eos):
     (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     (folder / "chat_template.jinja").write_text((TEMPLATES / f"{template}.jinja").read_text())
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
-    taken = [token["id"] for token in tokenizer["added_tokens"]]
-    taken += list(tokenizer["model"]["vocab"].values())
-    kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    for token_id, marker in enumerate(dict.fromkeys([bos, eos, *markers]), max(taken) + 1):
-        tokenizer["added_tokens"].append(
-            {"id": token_id, "content": marker, "special": True, **kind}
-        )
+    used_ids = [token["id"] for token in tokenizer["added_tokens"]]
+    used_ids += list(tokenizer["model"]["vocab"].values())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    new_tokens = dict.fromkeys([bos, eos, *markers])  # without duplicates
+    tokenizer["added_tokens"] += [
+        {"id": token_id, "content": token, "special": True, **flags}
+        for token_id, token in enumerate(new_tokens, start=max(used_ids) + 1)
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"bos_token": bos, "eos_token": eos}
-    path.write_text(json.dumps(config))
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text()) | {"bos_token": bos, "eos_token": eos}
+    config_file.write_text(json.dumps(config))
     return folder
 
 

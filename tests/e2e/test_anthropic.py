@@ -37,11 +37,13 @@ def test_a_message_streams_what_it_answers_at_once(client, fields):
     whole = client.messages.create(**fields)
     with client.messages.stream(**fields) as stream:
         streamed = stream.get_final_message()
+
     assert streamed.to_dict()["content"] == whole.to_dict()["content"]
     assert streamed.usage.output_tokens == whole.usage.output_tokens > 0
+
     prompt = {name: fields[name] for name in ("model", "messages")}
-    counted = client.messages.count_tokens(**prompt).input_tokens
-    assert counted == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    num_prompt_tokens = client.messages.count_tokens(**prompt).input_tokens
+    assert num_prompt_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 
 
 def test_a_strict_tool_is_called_with_arguments_that_match_its_schema(client, fields):
@@ -54,12 +56,14 @@ def test_a_strict_tool_is_called_with_arguments_that_match_its_schema(client, fi
 
 
 def test_a_changed_billing_line_does_not_prevent_a_hit_in_the_prefix_cache(client, fields):
-    rules = " ".join(f"Rule {number}: be brief." for number in range(20))
-    usages = []
-    for count in range(2):
-        system = [{"type": "text", "text": text} for text in (BILLING_LINE.format(count), rules)]
-        message = client.messages.create(**fields | {"max_tokens": 1}, system=system)
-        usages.append(message.usage)
-    first, second = usages
+    def usage_with_billing_number(number):
+        texts = (BILLING_LINE.format(number), long_rules)
+        system = [{"type": "text", "text": text} for text in texts]
+        return client.messages.create(**fields | {"max_tokens": 1}, system=system).usage
+
+    long_rules = " ".join(f"Rule {number}: be brief." for number in range(20))
+    first = usage_with_billing_number(0)
+    second = usage_with_billing_number(1)
+
     assert second.cache_read_input_tokens > 50
     assert first.input_tokens > second.input_tokens

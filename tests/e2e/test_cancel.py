@@ -16,6 +16,7 @@ ENDLESS = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
 
 
 def endless(stream=True, **fields):
+    """Return the tensors of a request that generates 3000 tokens, unless it is cancelled."""
     return [
         tensor("text_input", "For ever and"),
         tensor("stream", stream, "BOOL"),
@@ -55,13 +56,17 @@ def test_a_cancelled_request_that_does_not_stream_stops_too(served, gauge, num_b
     wait_until_given_up(gauge, num_before)
 
 
+def post(connection, endpoint, sampling_parameters, **fields):
+    """Send a prompt to an endpoint of Triton, but do not wait for the answer."""
+    fields["sampling_parameters"] = json.dumps(sampling_parameters)
+    body = json.dumps({"text_input": "For ever", **fields})
+    head = f"POST /v2/models/llm/{endpoint} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+    connection.sendall(f"{head}\r\n\r\n{body}".encode())
+
+
 def test_a_dropped_http_stream_stops_the_sequence(served, gauge, num_before):
-    body = json.dumps(
-        {"text_input": "For ever", "stream": True, "sampling_parameters": json.dumps(ENDLESS)}
-    )
     with socket.create_connection(("127.0.0.1", served.http_port), timeout=60) as connection:
-        head = "POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: "
-        connection.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
+        post(connection, "generate_stream", ENDLESS, stream=True)
         assert b"200 OK" in connection.recv(4096)
         while not is_busy(gauge):
             assert connection.recv(4096)
@@ -73,15 +78,12 @@ def test_a_dropped_http_answer_in_one_piece_is_bounded_by_its_timeout(served, ga
 
     Triton's HTTP endpoint `generate` does not notice that the client has disconnected.
     """
-    timed_out = gauge("requests_timed_out_total")
-    fields = json.dumps(ENDLESS | {"timeout": 1.0})
-    body = json.dumps({"text_input": "For ever", "sampling_parameters": fields})
+    num_timed_out = gauge("requests_timed_out_total")
     with socket.create_connection(("127.0.0.1", served.http_port), timeout=60) as connection:
-        head = "POST /v2/models/llm/generate HTTP/1.1\r\nHost: x\r\nContent-Length: "
-        connection.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
+        post(connection, "generate", ENDLESS | {"timeout": 1.0})
         # The request may time out before the metrics page has shown a running request.
-        wait_for(lambda: is_busy(gauge) or gauge("requests_timed_out_total") > timed_out)
-    wait_for(lambda: is_idle(gauge) and gauge("requests_timed_out_total") == timed_out + 1)
+        wait_for(lambda: is_busy(gauge) or gauge("requests_timed_out_total") > num_timed_out)
+    wait_for(lambda: is_idle(gauge) and gauge("requests_timed_out_total") == num_timed_out + 1)
 
 
 def test_a_dropped_openai_stream_stops_the_sequence(served, gauge, num_before):
@@ -102,13 +104,13 @@ def test_a_dropped_openai_stream_stops_the_sequence(served, gauge, num_before):
 
 
 def test_many_requests_that_are_cancelled_at_once_all_stop(served, gauge, num_before):
-    async def all_of_them():
-        await asyncio.gather(
-            *(
-                ask(served.grpc_url, endless(), cancel_when=lambda r, n=n: len(r.deltas) > n)
-                for n in range(16)
-            )
+    async def ask_and_cancel(num_deltas):
+        await ask(
+            served.grpc_url, endless(), cancel_when=lambda reply: len(reply.deltas) > num_deltas
         )
 
-    asyncio.run(all_of_them())
-    wait_until_given_up(gauge, num_before, 16)
+    async def ask_16_times():
+        await asyncio.gather(*(ask_and_cancel(num_deltas) for num_deltas in range(16)))
+
+    asyncio.run(ask_16_times())
+    wait_until_given_up(gauge, num_before, number=16)

@@ -29,18 +29,13 @@ SECTION = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 BARE = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": 3}'
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-                "required": ["city"],
-            },
-        },
-    }
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
     for name in ("get_weather", "get_time")
 ]
 
@@ -93,10 +88,10 @@ STRICT = {
 
 
 def rules(script):
+    """Return the rules of the scripted engine: the text for prompts that contain `when`."""
     return [
-        {"when": f"{ask}{end}", "text": text, "tokens_per_step": 3, "delay_ms": 2}
-        for ask, text in script.items()
-        for end in ("<｜Assistant｜>",)
+        {"when": f"{message}<｜Assistant｜>", "text": text, "tokens_per_step": 3, "delay_ms": 2}
+        for message, text in script.items()
     ]
 
 
@@ -119,27 +114,26 @@ def in_this_process(folder, template, script, **settings):
         yield f"http://127.0.0.1:{port}/v1"
 
 
+# Each chat template is tested with both servers.
 PLACES = [
     *((name, in_this_process) for name in SCRIPTS),
     ("deepseek_v31", on_a_server),
-    *(
-        pytest.param((name, on_a_server), marks=pytest.mark.long)
-        for name in SCRIPTS
-        if name != "deepseek_v31"
-    ),
+    pytest.param(("deepseek_v3_0324", on_a_server), marks=pytest.mark.long),
+    pytest.param(("deepseek_r1", on_a_server), marks=pytest.mark.long),
 ]
 
 
 @pytest.fixture(scope="module", params=PLACES, ids=lambda place: f"{place[0]} {place[1].__name__}")
 def family(request, tmp_path_factory):
     """The name of one of the three templates, and a function that sends a chat request."""
-    name, run = request.param
-    with run(tmp_path_factory.mktemp(name), name, SCRIPTS[name]) as url:
+    name, start_server = request.param
+    with start_server(tmp_path_factory.mktemp(name), name, SCRIPTS[name]) as url:
         yield name, asker(url)
 
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory):
+    """A function that sends a chat request to a server with the strict parser policy."""
     folder = tmp_path_factory.mktemp("strict")
     with in_this_process(folder, "deepseek_v31", STRICT, parser_policy="strict") as url:
         yield asker(url)
@@ -147,10 +141,7 @@ def strict(tmp_path_factory):
 
 def asker(url):
     def ask(content, **fields):
-        """Send a request with and without streaming. Check that both answers are equal.
-
-        Return the message of the answer.
-        """
+        """Send a request with and without streaming. Return the message, if both are equal."""
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             body = {
                 "model": client.models.list().data[0].id,
@@ -159,7 +150,7 @@ def asker(url):
             } | fields
             whole = message_of(client.chat.completions.create(**body).choices[0])
             chunks = client.chat.completions.create(**body, stream=True)
-            assert streamed(chunks) == whole
+            assert message_of_stream(chunks) == whole
         return whole
 
     return ask
@@ -177,23 +168,27 @@ def message_of(choice):
     }
 
 
-def streamed(chunks):
-    parts, calls, reasons = {"reasoning": "", "content": ""}, [], []
-    for chunk in chunks:
-        for choice in chunk.choices:
-            reasons += [choice.finish_reason] if choice.finish_reason else []
-            for name in parts:
-                parts[name] += getattr(choice.delta, name, None) or ""
-            for piece in choice.delta.tool_calls or []:
-                if piece.index == len(calls):
-                    calls.append([piece.function.name, ""])
-                calls[piece.index][1] += piece.function.arguments or ""
-    (reason,) = reasons
-    return {**parts, "calls": [tuple(call) for call in calls], "finish_reason": reason}
+def message_of_stream(chunks):
+    """Join the chunks of a stream. Return the same value as `message_of` for the whole answer."""
+    message = {"reasoning": "", "content": ""}
+    names, arguments, finish_reasons = [], [], []
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        for field in message:
+            message[field] += getattr(choice.delta, field, None) or ""
+        for piece in choice.delta.tool_calls or []:
+            if piece.index == len(names):  # the first piece of a call has the name
+                names.append(piece.function.name)
+                arguments.append("")
+            arguments[piece.index] += piece.function.arguments or ""
+        if choice.finish_reason:
+            finish_reasons.append(choice.finish_reason)
+    (finish_reason,) = finish_reasons
+    calls = list(zip(names, arguments, strict=True))
+    return {**message, "calls": calls, "finish_reason": finish_reason}
 
 
-def thinking(on):
-    return {"extra_body": {"chat_template_kwargs": {"thinking": on}}}
+def thinking(is_on):
+    return {"extra_body": {"chat_template_kwargs": {"thinking": is_on}}}
 
 
 def expected(reasoning="", content="", calls=()):
@@ -227,28 +222,30 @@ def test_several_calls(family):
     assert without_blanks(ask("two calls")) == expected(reasoning, calls=[WEATHER, TIME])
 
 
+# For each chat template: the user's message, the request's fields and the expected answer.
+OUTPUTS_OF_ONE_FORMAT = {
+    "deepseek_v3_0324": [("content then call", {}, expected("", "Let me look.", [WEATHER]))],
+    "deepseek_r1": [("never closes", {}, expected("On and on I think about it"))],
+    "deepseek_v31": [
+        ("thinking", thinking(True), expected("The user greets me.", "Good day to you.")),
+        ("thinking, call", thinking(True), expected("I need the weather.", "", [WEATHER])),
+    ],
+}
+
+
 def test_outputs_that_only_some_formats_have(family):
     name, ask = family
-    if name == "deepseek_v3_0324":
-        message = ask("content then call")
-        assert without_blanks(message) == expected("", "Let me look.", [WEATHER])
-    elif name == "deepseek_r1":
-        message = ask("never closes")
-        assert message == expected("On and on I think about it")
-    else:
-        message = ask("thinking", **thinking(True))
-        assert message == expected("The user greets me.", "Good day to you.")
-        message = ask("thinking, call", **thinking(True))
-        assert message == expected("I need the weather.", "", [WEATHER])
+    for user_message, fields, expected_answer in OUTPUTS_OF_ONE_FORMAT[name]:
+        assert ask(user_message, **fields) == expected_answer
 
 
 def test_effort_switches_the_thinking_where_the_template_can(family):
     name, ask = family
     if name == "deepseek_v31":
-        message = ask("thinking", reasoning_effort="high")
-        assert message["reasoning"] == "The user greets me."
-        plain = ask("plain", reasoning_effort="none")
-        assert plain == expected("", "Good day to you.")
+        with_effort = ask("thinking", reasoning_effort="high")
+        assert with_effort["reasoning"] == "The user greets me."
+        without_effort = ask("plain", reasoning_effort="none")
+        assert without_effort == expected("", "Good day to you.")
     else:
         with pytest.raises(openai.BadRequestError, match="reasoning_effort") as caught:
             ask("plain", reasoning_effort="high")
@@ -264,7 +261,7 @@ def test_with_tool_choice_none_calls_are_text(family):
 
 
 @pytest.mark.parametrize(
-    ("ask_for", "wanted"),
+    ("user_message", "expected_answer"),
     [
         ("a unclosed", expected("hm " + bare(WEATHER))),
         ("b second close", expected("one", "two</think>three")),
@@ -272,8 +269,8 @@ def test_with_tool_choice_none_calls_are_text(family):
         ("d blanks before", expected("hm", "", [WEATHER])),
     ],
 )
-def test_strict_rules_of_reasoning_and_text(strict, ask_for, wanted):
-    assert strict(ask_for, **thinking(True)) == wanted
+def test_strict_rules_of_reasoning_and_text(strict, user_message, expected_answer):
+    assert strict(user_message, **thinking(True)) == expected_answer
 
 
 def test_strict_text_between_calls_ends_them(strict):

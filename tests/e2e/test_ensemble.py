@@ -10,7 +10,12 @@ from e2e.triton_client import ask, chat, tensor
 
 pytestmark = pytest.mark.triton
 
-GREEDY = json.dumps({"temperature": 0, "max_tokens": 12, "ignore_eos": True})
+MAX_TOKENS = 12
+GREEDY = json.dumps({"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True})
+
+
+def run(served, inputs):
+    return asyncio.run(ask(served.grpc_url, inputs))
 
 
 def post(url, body):
@@ -19,23 +24,20 @@ def post(url, body):
         return reply.read().decode()
 
 
-def completion(stream, **extra):
-    fields = json.loads(GREEDY) | extra
+def completion(stream, text="Once upon a time", **fields):
+    fields = json.loads(GREEDY) | fields
     return [
-        tensor("text_input", "Once upon a time"),
+        tensor("text_input", text),
         tensor("stream", stream, "BOOL"),
         tensor("sampling_parameters", json.dumps(fields)),
     ]
 
 
 def test_streaming_and_not_give_the_same_text(served):
-    streamed = asyncio.run(ask(served.grpc_url, completion(stream=True)))
-    whole = asyncio.run(
-        ask(
-            served.grpc_url,
-            [*completion(stream=False), tensor("exclude_input_in_output", True, "BOOL")],
-        )
-    )
+    streamed = run(served, completion(stream=True))
+    without_prompt = tensor("exclude_input_in_output", True, "BOOL")
+    whole = run(served, [*completion(stream=False), without_prompt])
+
     assert len(streamed.deltas) > 1
     assert len(whole.deltas) == 1
     assert whole.text == streamed.text != ""
@@ -43,22 +45,22 @@ def test_streaming_and_not_give_the_same_text(served):
 
 
 def test_a_text_prompt_is_repeated_when_not_streaming_as_in_the_vllm_backend(served):
-    whole = asyncio.run(ask(served.grpc_url, completion(stream=False)))
+    whole = run(served, completion(stream=False))
     assert whole.text.startswith("Once upon a time")
     assert not whole.deltas[0]["content"].startswith("Once upon a time")
 
 
 def test_deltas_join_to_the_text_and_usage_counts_up(served):
-    reply = asyncio.run(ask(served.grpc_url, completion(stream=True)))
+    reply = run(served, completion(stream=True))
     assert "".join(d.get("content", "") for d in reply.deltas) == reply.text
     counts = [d["usage"]["completion_tokens"] for d in reply.deltas]
     assert counts == sorted(counts)
-    assert counts[-1] == 12
+    assert counts[-1] == MAX_TOKENS
 
 
 def test_optional_outputs_come_only_when_asked_for(served):
     flags = [tensor(f"return_{n}", True, "BOOL") for n in ("finish_reason", "num_input_tokens")]
-    reply = asyncio.run(ask(served.grpc_url, [*completion(stream=False), *flags]))
+    reply = run(served, [*completion(stream=False), *flags])
     (result,) = reply.outputs
     assert result.as_numpy("finish_reason")[0] == b"length"
     assert result.as_numpy("num_input_tokens")[0] > 0
@@ -71,39 +73,36 @@ def test_token_ids_may_be_the_prompt(served):
         tensor("stream", True, "BOOL"),
         tensor("sampling_parameters", GREEDY),
     ]
-    reply = asyncio.run(ask(served.grpc_url, inputs))
+    reply = run(served, inputs)
     usage = reply.deltas[-1]["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 12)
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, MAX_TOKENS)
 
 
 def test_every_stream_of_many_is_the_one_it_would_be_alone(served):
-    prompts = [f"Number {n} of the list" for n in range(24)]
+    requests = [completion(stream=True, text=f"Number {n} of the list") for n in range(24)]
 
-    def inputs(prompt):
-        return [tensor("text_input", prompt), *completion(stream=True)[1:]]
+    async def send_all():
+        return await asyncio.gather(*(ask(served.grpc_url, request) for request in requests))
 
-    async def together():
-        return await asyncio.gather(*(ask(served.grpc_url, inputs(p)) for p in prompts))
+    replies = asyncio.run(send_all())
 
-    replies = asyncio.run(together())
-    for prompt, reply in zip(prompts[:6], replies, strict=False):
-        assert reply.text == asyncio.run(ask(served.grpc_url, inputs(prompt))).text
+    for request, reply in zip(requests[:6], replies[:6], strict=True):
+        assert reply.text == run(served, request).text
     assert all(reply.finish_reasons == ["length"] for reply in replies)
 
 
 def test_the_same_seed_gives_the_same_text(served):
     def text(seed):
-        work = completion(stream=True, temperature=1.5, seed=seed)
-        return asyncio.run(ask(served.grpc_url, work)).text
+        return run(served, completion(stream=True, temperature=1.5, seed=seed)).text
 
     assert text(3) == text(3)
     assert len({text(seed) for seed in range(4)}) > 1
 
 
 def test_a_stop_string_ends_the_answer_and_is_not_shown(served):
-    plain = asyncio.run(ask(served.grpc_url, completion(stream=True, max_tokens=40))).text
+    plain = run(served, completion(stream=True, max_tokens=40)).text
     stop = plain[len(plain) // 2 :][:3]
-    reply = asyncio.run(ask(served.grpc_url, completion(stream=True, max_tokens=400, stop=[stop])))
+    reply = run(served, completion(stream=True, max_tokens=400, stop=[stop]))
     assert reply.text == plain[: plain.index(stop)]
     assert reply.finish_reasons == ["stop"]
     assert reply.deltas[-1]["stop_reason"] == stop
@@ -129,6 +128,7 @@ def test_generate_stream_sends_events(served):
     assert json.loads(events[-1]["delta"])["finish_reason"] == "length"
 
 
+# Part of the error message -> the inputs of a wrong request.
 WRONG = {
     "temperature: the value must be a finite number": chat("hi", temperature=float("nan")),
     "max_tokens: the value must be at least 1, but the request has 0": chat("hi", max_tokens=0),
@@ -152,18 +152,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_a_wrong_request_is_told_what_is_wrong(served, said):
-    reply = asyncio.run(ask(served.grpc_url, WRONG[said]))
-    assert said in reply.error
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_request_is_told_what_is_wrong(served, message):
+    reply = run(served, WRONG[message])
+    assert message in reply.error
     assert "[INVALID_ARGUMENT]" in reply.error
     assert not reply.deltas
 
 
 def test_a_tensor_of_the_wrong_type_is_refused_and_the_server_goes_on(served):
-    reply = asyncio.run(ask(served.grpc_url, [tensor("text_input", [7], "INT32")]))
+    reply = run(served, [tensor("text_input", [7], "INT32")])
     assert "data-type is 'INT32'" in reply.error
-    assert asyncio.run(ask(served.grpc_url, completion(stream=True))).finish_reasons == ["length"]
+    assert run(served, completion(stream=True)).finish_reasons == ["length"]
 
 
 def test_an_error_over_http_names_the_field(served):

@@ -25,14 +25,15 @@ _USAGE = re.compile(
 def usages():
     """Yield all commands that each example shows, and a call of the example without arguments."""
     for example in EXAMPLES:
-        lines = [line.strip() for line in _USAGE.findall(example.read_text())]
-        assert lines, f"{example.name} does not show how it is used"
-        name = example.relative_to(ROOT).as_posix()
+        commands = [line.strip() for line in _USAGE.findall(example.read_text())]
+        assert commands, f"{example.name} does not show how it is used"
+        yield from commands
         python = ".venv/bin/python " if example.suffix == ".py" else ""
-        yield from (*lines, python + name)
+        yield python + example.relative_to(ROOT).as_posix()
 
 
 def run(served, command):
+    """Run the command of an example against the test's server, and return the ended process."""
     environment = os.environ | {
         "NEREID_GRPC_URL": served.grpc_url,
         "HTTP_URL": served.http_url,
@@ -40,7 +41,7 @@ def run(served, command):
     }
     python, *arguments = shlex.split(command)
     if python == ".venv/bin/python":
-        return run_python(arguments, environment, ROOT, 300)
+        return run_python(arguments, environment, ROOT, timeout_s=300)
     command = command.replace("http://127.0.0.1:8000", served.http_url)
     return subprocess.run(
         ["bash", "-c", command],
@@ -55,19 +56,19 @@ def run(served, command):
 
 @pytest.mark.parametrize("command", list(usages()))
 def test_an_example_runs_as_its_text_says(served, command):
-    done = run(served, command)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    process = run(served, command)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip()
 
 
 def test_structured_answers_match_the_schema_and_are_sorted(served):
-    done = run(served, ".venv/bin/python client/examples/structured_openai.py --n 3")
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3, done.stderr
+    process = run(served, ".venv/bin/python client/examples/structured_openai.py --n 3")
+    lines = process.stdout.splitlines()
+    assert len(lines) == 3, process.stderr
     assert all(
         re.fullmatch(r"mean token probability \d+%: name=.+ age=\d+", line) for line in lines
     )
-    probabilities = [int(line.split("%")[0].split()[-1]) for line in lines]
+    probabilities = [int(re.search(r"(\d+)%", line)[1]) for line in lines]
     assert probabilities == sorted(probabilities, reverse=True)
 
 
@@ -87,12 +88,10 @@ def test_the_tool_is_called_and_its_result_is_used(served):
 
 
 def test_an_example_without_its_packages_says_what_to_install(tmp_path):
-    for name in ("openai", "tritonclient", "httpx"):
-        (tmp_path / f"{name}.py").write_text(f"raise ImportError('No module named {name}')")
-    for example in EXAMPLES:
-        if example.suffix != ".py":
-            continue
-        done = subprocess.run(
+    for package in ("openai", "tritonclient", "httpx"):
+        (tmp_path / f"{package}.py").write_text(f"raise ImportError('No module named {package}')")
+    for example in (ROOT / "client" / "examples").glob("*.py"):
+        process = subprocess.run(
             [sys.executable, str(example)],
             env=os.environ | {"PYTHONPATH": str(tmp_path)},
             capture_output=True,
@@ -100,6 +99,6 @@ def test_an_example_without_its_packages_says_what_to_install(tmp_path):
             timeout=60,
             check=False,
         )
-        assert done.returncode == 1
-        assert "pip install" in done.stderr
-        assert "Traceback" not in done.stderr
+        assert process.returncode == 1
+        assert "pip install" in process.stderr
+        assert "Traceback" not in process.stderr

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 
@@ -28,6 +29,7 @@ def engine_process(served):
 
 
 def request(max_tokens):
+    """Return the tensors of a stream that generates exactly `max_tokens` tokens."""
     fields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
     return [
         tensor("text_input", "Once"),
@@ -37,36 +39,42 @@ def request(max_tokens):
 
 
 def test_a_killed_engine_ends_its_requests_with_an_error_and_is_started_again(served, gauge):
-    restarts = gauge("num_engine_restarts")
+    num_restarts = gauge("num_engine_restarts")
     victim = engine_process(served)
-    died = 0.0
+    killed_at = None
 
-    def kill_it(reply):
-        nonlocal died
-        if not died and len(reply.deltas) > 2:
-            died = time.monotonic()
+    def kill_engine(reply):
+        nonlocal killed_at
+        if killed_at is None and len(reply.deltas) > 2:
+            killed_at = time.monotonic()
             os.kill(victim.pid, signal.SIGKILL)
-        return False
+        return False  # do not cancel the request
 
-    reply = asyncio.run(ask(served.grpc_url, request(3000), cancel_when=kill_it))
-    assert time.monotonic() - died < 40
+    reply = asyncio.run(ask(served.grpc_url, request(3000), cancel_when=kill_engine))
+
+    assert time.monotonic() - killed_at < 40
     assert "the engine process ended (signal 9)" in reply.error
     assert "[INTERNAL]" in reply.error
-
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        again = asyncio.run(ask(served.grpc_url, request(5)))
-        if again.error is None:
-            break
-        assert "[UNAVAILABLE] the engine is restarting. Try again" in again.error
-        time.sleep(0.2)
-    assert again.finish_reasons == ["length"]
+    assert reply_after_restart(served).finish_reasons == ["length"]
     assert engine_process(served).pid != victim.pid
-    wait_for(lambda: gauge("num_engine_restarts") == restarts + 1)
+    wait_for(lambda: gauge("num_engine_restarts") == num_restarts + 1)
+
+
+def reply_after_restart(served):
+    """Repeat a request while the engine restarts, and return the reply without an error."""
+    deadline = time.monotonic() + 240
+    while True:
+        reply = asyncio.run(ask(served.grpc_url, request(5)))
+        if reply.error is None:
+            return reply
+        assert "[UNAVAILABLE] the engine is restarting. Try again" in reply.error
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_a_server_whose_engine_has_given_up_is_started_again(tmp_path):
     script = tmp_path / "script.json"
+    # The engine dies when it processes the prompt "Break", and it answers all other prompts.
     rules = [
         {"when": "Break", "fault": "CUDA error: an illegal memory access", "token_ids": [10]},
         {"when": "", "token_ids": [10], "ends": False},
@@ -75,24 +83,22 @@ def test_a_server_whose_engine_has_given_up_is_started_again(tmp_path):
     environment = {
         "NEREID_ENGINE": "scripted",
         "NEREID_SCRIPT": str(script),
-        "NEREID_MAX_ENGINE_RESTARTS": "0",
+        "NEREID_MAX_ENGINE_RESTARTS": "0",  # `nereid serve` must restart the whole server
     }
     with Served(environment=environment, arguments=["--log-level=warning", *ALONE]) as running:
-        url = running.openai_url + "/completions"
 
-        def post(prompt):
+        def complete(prompt):
+            url = running.openai_url + "/completions"
             body = {"prompt": prompt, "max_tokens": 2}
             return httpx.post(url, json=body, timeout=120, trust_env=False)
 
-        assert post("Go").status_code == 200
-        assert "CUDA error" in post("Break").json()["error"]["message"]
+        assert complete("Go").status_code == 200
+        assert "CUDA error" in complete("Break").json()["error"]["message"]
+
         deadline = time.monotonic() + 240
-        while (answer := post("Go")).status_code != 200:
+        while (answer := complete("Go")).status_code != 200:
             assert answer.status_code == 503, answer.text
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        told = "it is started again now (restart 1 of 5)"
-        assert any(
-            "the engine process has died once" in line and told in line
-            for line in running.output.splitlines()
-        )
+        line = "the engine process has died once.*it is started again now \\(restart 1 of 5\\)"
+        assert re.search(line, running.output)

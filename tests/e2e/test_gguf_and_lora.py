@@ -30,12 +30,9 @@ def call(server, path, body=None):
 
 
 def chat(server, model):
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "Hello!"}],
-        "max_tokens": 20,
-        "temperature": 0,
-    }
+    """Return a model's answer to a greeting. The answer does not depend on chance."""
+    messages = [{"role": "user", "content": "Hello!"}]
+    body = {"model": model, "messages": messages, "max_tokens": 20, "temperature": 0}
     status, text = call(server, "/chat/completions", body)
     assert status == 200, text
     completion = json.loads(text)
@@ -45,6 +42,7 @@ def chat(server, model):
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
+    """The folder of a LoRA adapter whose weights are large enough to change each answer."""
     folder = tmp_path_factory.mktemp("adapter") / "a"
     model = AutoModelForCausalLM.from_pretrained(DEMO / "chat")
     write_adapter(folder, model, linear_layers(model), rank=4, seed=1, lora_alpha=80)
@@ -70,17 +68,20 @@ def test_a_gguf_file_answers_a_chat(server):
 
 
 def test_adapters_are_selected_loaded_and_unloaded(server, adapter):
-    plain = chat(server, "file")
-    changed = chat(server, "first")
-    assert changed != plain
-    body = {"lora_name": "second", "lora_path": adapter}
-    assert call(server, "/load_lora_adapter", body)[0] == 200
+    plain_answer = chat(server, "file")
+    adapted_answer = chat(server, "first")
+    assert adapted_answer != plain_answer
+
+    status, _ = call(server, "/load_lora_adapter", {"lora_name": "second", "lora_path": adapter})
+    assert status == 200
     models = json.loads(call(server, "/models")[1])["data"]
     assert [model["id"] for model in models] == ["file", "first", "second"]
-    assert chat(server, "second") == changed
+    assert chat(server, "second") == adapted_answer
+
     assert call(server, "/unload_lora_adapter", {"lora_name": "second"})[0] == 200
     assert call(server, "/chat/completions", {"model": "second", "messages": []})[0] in (400, 404)
-    status, text = call(server, "/load_lora_adapter", {**body, "lora_path": "/none"})
+
+    status, text = call(server, "/load_lora_adapter", {"lora_name": "second", "lora_path": "/none"})
     assert status == 400
     assert "/none/adapter_config.json: the file cannot be read" in text
-    assert chat(server, "file") == plain
+    assert chat(server, "file") == plain_answer

@@ -44,14 +44,11 @@ Answer with <tool_call>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-_TOOL = {
-    "name": "paint",
-    "parameters": {
-        "type": "object",
-        "properties": {"colour": {"enum": ["red", "blue"]}},
-        "required": ["colour"],
-        "additionalProperties": False,
-    },
+_COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
 }
 
 
@@ -124,79 +121,105 @@ def ask(post):
     return send
 
 
+def num_cached(usage):
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
 def test_a_second_use_of_an_image_runs_no_encoder(server, ask):
     gauge = gauge_of(server.metrics_port)
     # Wait for the request that `nereid serve` sends at its start. Otherwise, the tokens of this
-    # request might be counted after `before` is read.
+    # request might be counted after `num_tokens_before` is read.
     wait_for(lambda: gauge("prompt_tokens_total") > 0)
-    before = gauge("prompt_tokens_total")
-    first, usage = ask(question(data_url(21)))
-    second, again = ask(question(data_url(21)))
-    _, other = ask(question(data_url(22)))
+    num_tokens_before = gauge("prompt_tokens_total")
+
+    first, first_usage = ask(question(data_url(21)))
+    second, second_usage = ask(question(data_url(21)))
+    _, other_usage = ask(question(data_url(22)))
+
     assert second["message"] == first["message"]
-    assert again["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
-    num_tokens = sum(each["prompt_tokens"] for each in (usage, again, other))
-    wait_for(lambda: gauge("prompt_tokens_total") == before + num_tokens)
+    assert num_cached(second_usage) > first_usage["prompt_tokens"] // 2
+    usages = (first_usage, second_usage, other_usage)
+    num_tokens = sum(usage["prompt_tokens"] for usage in usages)
+    wait_for(lambda: gauge("prompt_tokens_total") == num_tokens_before + num_tokens)
     wait_for(lambda: gauge("image_encodings_total") >= 2)
     assert gauge("image_encodings_total") == 2
 
 
-def test_a_video_is_answered_or_refused_by_name(ask, post):
-    def video(seed: int) -> list[dict]:
-        frames = ",".join(png(seed + number) for number in range(4))
-        part = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
-        return [{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}]
+def video_part(url: str) -> dict:
+    return {"type": "video_url", "video_url": {"url": url}}
 
-    if is_torchvision_available():
-        first, usage = ask(video(50))
-        # One token represents two by two patches of two frames.
-        assert usage["prompt_tokens"] > 12
-        second, again = ask(video(50))
-        assert second["message"] == first["message"]
-        assert again["prompt_tokens_details"]["cached_tokens"] > 0
-        _, other = ask(video(60))
-        assert other["prompt_tokens"] == usage["prompt_tokens"]
-        assert other["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] - 1
-        message = "frame 0: the file is not an image"
-    else:
-        message = "needs the package torchvision"
-        status, answer = post("/chat/completions", messages=video(50), max_tokens=8)
-        assert status == 400
-        assert message in answer["error"]["message"]
 
-    file = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
-    messages = [{"role": "user", "content": [file]}]
+def video(seed: int) -> list[dict]:
+    """Return a list of one user message, which contains the frames of a video and a question."""
+    frames = ",".join(png(seed + number) for number in range(4))
+    text = {"type": "text", "text": "What happens?"}
+    return [{"role": "user", "content": [video_part(f"data:video/jpeg;base64,{frames}"), text]}]
+
+
+HAS_TORCHVISION = is_torchvision_available()
+MP4_ERROR = "frame 0: the file is not" if HAS_TORCHVISION else "needs the package torchvision"
+
+
+@pytest.mark.skipif(not HAS_TORCHVISION, reason="needs the package torchvision")
+def test_the_frames_of_a_video_are_answered(ask):
+    first, first_usage = ask(video(50))
+    second, second_usage = ask(video(50))
+    _, other_usage = ask(video(60))
+
+    assert first_usage["prompt_tokens"] > 12  # a token represents two by two patches of two frames
+    assert second["message"] == first["message"]
+    assert num_cached(second_usage) > 0
+    assert other_usage["prompt_tokens"] == first_usage["prompt_tokens"]
+    assert num_cached(other_usage) < first_usage["prompt_tokens"] - 1
+
+
+@pytest.mark.skipif(HAS_TORCHVISION, reason="tests the error without torchvision")
+def test_without_torchvision_a_video_is_refused(post):
+    status, answer = post("/chat/completions", messages=video(50), max_tokens=8)
+    assert status == 400
+    assert "needs the package torchvision" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data:video/mp4;base64,AAAA", MP4_ERROR),
+        ("https://example.org/a.mp4", "decodes no video files. Send the frames"),
+    ],
+)
+def test_a_video_file_is_refused_by_name(post, url, message):
+    messages = [{"role": "user", "content": [video_part(url)]}]
     status, answer = post("/chat/completions", messages=messages, max_tokens=8)
     assert status == 400
     assert message in answer["error"]["message"]
 
-    remote = {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}
-    messages = [{"role": "user", "content": [remote]}]
-    status, answer = post("/chat/completions", messages=messages, max_tokens=8)
-    assert status == 400
-    assert "decodes no video files. Send the frames" in answer["error"]["message"]
-
 
 def test_audio_is_answered_alone_and_beside_an_image(ask):
-    def spoken(seed: int, *urls: str, rate: int = 16_000) -> list[dict]:
+    def spoken(seed: int, *image_urls: str, rate: int = 16_000) -> list[dict]:
+        """Return one user message with half a second of noise, images and a question."""
         rng = np.random.default_rng(seed)
         content = wav(rng.integers(-9000, 9000, rate // 2, "<i2").tobytes(), rate=rate)
         audio = {"data": base64.b64encode(content).decode(), "format": "wav"}
         part = {"type": "input_audio", "input_audio": audio}
         text = {"type": "text", "text": "What is said?"}
-        return [{"role": "user", "content": [part, *map(image_part, urls), text]}]
+        return [{"role": "user", "content": [part, *map(image_part, image_urls), text]}]
 
-    first, usage = ask(spoken(1))
-    second, again = ask(spoken(1))
+    first, first_usage = ask(spoken(1))
+    second, second_usage = ask(spoken(1))
     assert second["message"] == first["message"]
-    assert again["prompt_tokens_details"]["cached_tokens"] > 0
-    _, other = ask(spoken(2))
-    assert other["prompt_tokens"] == usage["prompt_tokens"]
-    assert other["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] - 1
-    assert ask(spoken(3, rate=44_100))[1]["prompt_tokens"] == usage["prompt_tokens"]
-    assert ask(spoken(1, data_url(8)))[1]["prompt_tokens"] > usage["prompt_tokens"] + 3
+    assert num_cached(second_usage) > 0
+
+    num_tokens = first_usage["prompt_tokens"]
+    _, other_usage = ask(spoken(2))
+    assert other_usage["prompt_tokens"] == num_tokens
+    assert num_cached(other_usage) < num_tokens - 1
+    _, usage_at_another_rate = ask(spoken(3, rate=44_100))
+    assert usage_at_another_rate["prompt_tokens"] == num_tokens
+    _, usage_with_image = ask(spoken(1, data_url(8)))
+    assert usage_with_image["prompt_tokens"] > num_tokens + 3
 
 
+# Name of the case -> an audio file and a part of the error message.
 HOSTILE = {
     "truncated": (wav(bytes(64))[:-10], "Send the complete file"),
     "a huge chunk": (wav(bytes(64)).replace(b"data@\0\0\0", b"data\xfe\xff\xff\xff"), "4294967294"),
@@ -222,7 +245,7 @@ def test_hostile_audio_is_refused(post, content, message):
 
 def test_the_three_apis_give_the_same_answer(post, ask):
     choice, usage = ask(question(data_url(1)))
-    text, num_tokens = choice["message"]["content"], usage["prompt_tokens"]
+    text = choice["message"]["content"]
     assert text
 
     source = {"type": "base64", "media_type": "image/png", "data": png(1)}
@@ -236,29 +259,34 @@ def test_the_three_apis_give_the_same_answer(post, ask):
         {"type": "input_image", "image_url": data_url(1)},
         {"type": "input_text", "text": "What is this?"},
     ]
-    answer_input = [{"role": "user", "content": items}]
-    status, answer = post("/responses", max_output_tokens=8, input=answer_input)
+    messages = [{"role": "user", "content": items}]
+    status, answer = post("/responses", max_output_tokens=8, input=messages)
     assert status == 200, answer
     assert answer["output"][0]["content"][0]["text"] == text
-    assert answer["usage"]["input_tokens"] == num_tokens
+    assert answer["usage"]["input_tokens"] == usage["prompt_tokens"]
 
 
 def test_images_of_earlier_turns_and_several_images_are_read(ask):
-    one = ask(question(data_url(3)))[1]["prompt_tokens"]
-    text = ask([{"role": "user", "content": "What is this?"}])[1]["prompt_tokens"]
-    per_image = one - text
+    def num_tokens(messages):
+        _, usage = ask(messages)
+        return usage["prompt_tokens"]
+
+    with_one_image = num_tokens(question(data_url(3)))
+    per_image = with_one_image - num_tokens([{"role": "user", "content": "What is this?"}])
     assert per_image > 3
-    messages = question(data_url(3), data_url(4))
-    messages[0]["content"].insert(1, {"type": "text", "text": "and"})
-    assert ask(messages)[1]["prompt_tokens"] == one + per_image + len("and")
+
+    two_images = question(data_url(3), data_url(4))
+    two_images[0]["content"].insert(1, {"type": "text", "text": "and"})
+    assert num_tokens(two_images) == with_one_image + per_image + len("and")
+
     turns = [*question(data_url(3)), {"role": "assistant", "content": "x"}, *question(data_url(5))]
-    assert ask(turns)[1]["prompt_tokens"] > one + per_image
+    assert num_tokens(turns) > with_one_image + per_image
 
 
 def test_a_function_is_called_beside_an_image(ask):
     choice, _ = ask(
         question(data_url(6)),
-        tools=[{"type": "function", "function": _TOOL}],
+        tools=[{"type": "function", "function": {"name": "paint", "parameters": _COLOUR}}],
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=100,

@@ -24,16 +24,19 @@ def model(client):
 
 
 def test_a_chat_streams_what_it_answers_at_once(client, model):
-    ask = {"model": model, "messages": HELLO, "temperature": 0, "max_tokens": 20}
-    whole = client.chat.completions.create(**ask)
-    chunks = list(
-        client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    fields = {"model": model, "messages": HELLO, "temperature": 0, "max_tokens": 20}
+    whole = client.chat.completions.create(**fields)
+    stream = client.chat.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
     )
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    *chunks, usage_chunk = stream
+
+    choices = [chunk.choices[0] for chunk in chunks]
+    text = "".join(choice.delta.content or "" for choice in choices)
     assert text == (whole.choices[0].message.content or "")
-    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
-    assert [r for r in reasons if r] == [whole.choices[0].finish_reason]
-    assert chunks[-1].usage == whole.usage
+    finish_reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
+    assert finish_reasons == [whole.choices[0].finish_reason]
+    assert usage_chunk.usage == whole.usage
     assert whole.usage.completion_tokens > 0
 
 
@@ -81,13 +84,15 @@ def test_broken_json_is_a_400_in_the_apis_shape(served):
 
 
 def test_a_session_is_listed_extended_and_dropped(served, client, model):
-    def call(method, path, body=None):
+    def call(method, query="", body=None):
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(served.openai_url + path, data, method=method)
+        url = f"{served.openai_url}/cache{query}"
+        request = urllib.request.Request(url, data, method=method)
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.loads(response.read())
 
-    def cached_tokens():
+    def chat_in_session():
+        """Send a chat, and return the number of its tokens that were in the cache."""
         answer = client.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": "Tell me about the sea. " * 12}],
@@ -98,15 +103,17 @@ def test_a_session_is_listed_extended_and_dropped(served, client, model):
         return answer.usage.prompt_tokens_details.cached_tokens
 
     def sessions():
-        return {one["prompt_cache_key"]: one for one in call("GET", "/cache")["sessions"]}
+        return {session["prompt_cache_key"]: session for session in call("GET")["sessions"]}
 
-    assert cached_tokens() == 0
+    assert chat_in_session() == 0
     assert sessions()["e2e session"]["num_tokens"] > 0
     assert 3000 < sessions()["e2e session"]["expires_in_s"] <= 3600
-    assert cached_tokens() > 0
-    body = {"prompt_cache_key": "e2e session", "prompt_cache_retention": "24h"}
-    assert call("POST", "/cache", body) == {"object": "cache", **body}
+    assert chat_in_session() > 0
+
+    one_day = {"prompt_cache_key": "e2e session", "prompt_cache_retention": "24h"}
+    assert call("POST", body=one_day) == {"object": "cache", **one_day}
     assert sessions()["e2e session"]["expires_in_s"] > 80_000
-    assert call("DELETE", "/cache?prompt_cache_key=e2e%20session")["num_dropped_tokens"] > 0
+
+    assert call("DELETE", "?prompt_cache_key=e2e%20session")["num_dropped_tokens"] > 0
     assert "e2e session" not in sessions()
-    assert cached_tokens() == 0
+    assert chat_in_session() == 0

@@ -33,16 +33,16 @@ def post(served, **fields):
 
 
 def test_overload_reduces_neither_the_throughput_nor_the_speed_of_accepted_requests(crowded):
-    async def phases():
+    async def run_phases():
         return {
-            "peak": await offer(crowded, 1.3 * CAPACITY_PER_S, 5.0),
-            "overload": await offer(crowded, 10 * CAPACITY_PER_S, 5.0),
+            "peak": await offer(crowded, per_second=1.3 * CAPACITY_PER_S, seconds=5.0),
+            "overload": await offer(crowded, per_second=10 * CAPACITY_PER_S, seconds=5.0),
         }
 
-    found = asyncio.run(phases())
+    phases = asyncio.run(run_phases())
     # The limits are loose, because other processes may slow the server down. A server whose queue
     # grows without limit would still exceed them.
-    assert judge(found, least_share=0.5, slack=8.0) == []
+    assert judge(phases, least_share=0.5, slack=8.0) == []
 
 
 def test_a_request_that_takes_too_long_ends_with_504(crowded):

@@ -14,6 +14,7 @@ from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
+UNIT = {"type": "string", "enum": ["celsius", "fahrenheit"]}
 WEATHER = {
     "type": "function",
     "function": {
@@ -21,10 +22,7 @@ WEATHER = {
         "description": "Get the weather of a city",
         "parameters": {
             "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-            },
+            "properties": {"city": {"type": "string"}, "unit": UNIT},
             "required": ["city"],
         },
     },
@@ -44,42 +42,39 @@ def create(client, **fields):
 
 
 def test_reasoning_is_apart_from_the_answer_and_can_be_switched_off(client):
-    sum_ = [{"role": "user", "content": "What is 27 + 45?"}]
-    thinking = create(client, messages=sum_).choices[0].message
-    assert "72" in thinking.content
-    assert thinking.reasoning
-    assert "think>" not in thinking.content + thinking.reasoning
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
-    direct = create(client, messages=sum_, extra_body=off).choices[0].message
+    messages = [{"role": "user", "content": "What is 27 + 45?"}]
+
+    with_reasoning = create(client, messages=messages).choices[0].message
+    assert "72" in with_reasoning.content
+    assert with_reasoning.reasoning
+    assert "think>" not in with_reasoning.content + with_reasoning.reasoning
+
+    no_thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    direct = create(client, messages=messages, extra_body=no_thinking).choices[0].message
     assert "72" in direct.content
     assert not direct.reasoning
 
 
 def test_a_tool_call_streams_and_its_answer_is_used(client):
-    messages = [{"role": "user", "content": ASK}]
-    call, arguments, reasons = None, "", []
-    for chunk in create(client, messages=messages, tools=[WEATHER], stream=True):
-        for choice in chunk.choices:
-            reasons += [choice.finish_reason] if choice.finish_reason else []
-            for piece in choice.delta.tool_calls or []:
-                call = call or piece
-                arguments += piece.function.arguments or ""
-    assert reasons == ["tool_calls"]
-    assert call.function.name == "get_weather"
+    question = {"role": "user", "content": ASK}
+    chunks = list(create(client, messages=[question], tools=[WEATHER], stream=True))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    finish_reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
+    pieces = [piece.function for choice in choices for piece in choice.delta.tool_calls or []]
+    assert finish_reasons == ["tool_calls"]
+    assert pieces[0].name == "get_weather"
+    arguments = "".join(piece.arguments or "" for piece in pieces)
     assert json.loads(arguments) == {"city": "Paris"}
 
-    whole = create(client, messages=messages, tools=[WEATHER]).choices[0]
-    (again,) = whole.message.tool_calls
-    assert json.loads(again.function.arguments) == {"city": "Paris"}
-    messages += [
-        whole.message.model_dump(exclude_none=True),
-        {
-            "role": "tool",
-            "tool_call_id": again.id,
-            "content": '{"temperature": 21, "sky": "clear"}',
-        },
-    ]
-    assert "21" in create(client, messages=messages, tools=[WEATHER]).choices[0].message.content
+    message = create(client, messages=[question], tools=[WEATHER]).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+    result = '{"temperature": 21, "sky": "clear"}'
+    tool_message = {"role": "tool", "tool_call_id": call.id, "content": result}
+    messages = [question, message.model_dump(exclude_none=True), tool_message]
+    answer = create(client, messages=messages, tools=[WEATHER]).choices[0].message
+    assert "21" in answer.content
 
 
 def test_plain_triton_clients_get_the_parts_in_the_delta(served):
@@ -92,8 +87,8 @@ def test_plain_triton_clients_get_the_parts_in_the_delta(served):
 
 @pytest.mark.long  # test_chat_format.py tests the same behaviour without a server
 def test_parsing_can_be_switched_off():
-    off = {"NEREID_REASONING_PARSER": "none", "NEREID_TOOL_PARSER": "none"}
-    with Served(environment=off, arguments=ALONE) as served:
+    no_parsers = {"NEREID_REASONING_PARSER": "none", "NEREID_TOOL_PARSER": "none"}
+    with Served(environment=no_parsers, arguments=ALONE) as served:
         reply = asyncio.run(ask(served.grpc_url, chat("What is 27 + 45?", temperature=0)))
     assert "".join(delta.get("content", "") for delta in reply.deltas) == reply.text
     assert "</think>" in reply.text

@@ -41,14 +41,16 @@ def expected():
 
 
 def embed(http, texts, **fields):
+    """Return the vectors of a text or of several texts: an array with one row for each text."""
     answer = http.post("/v1/embeddings", json={"input": texts, **fields})
     assert answer.status_code == 200, answer.text
     return np.array([item["embedding"] for item in answer.json()["data"]])
 
 
-def refusal(http, path, status=400, **body):
+def refusal(http, path, **body):
+    """Send a wrong request, and return the error message."""
     answer = http.post(path, json=body)
-    assert answer.status_code == status, answer.text
+    assert answer.status_code == 400, answer.text
     return answer.json()["error"]["message"]
 
 
@@ -67,12 +69,14 @@ def test_the_page_of_the_frontend_counts_the_requests_of_both_models(http):
             for model in ("embedding", "rerank")
         }
 
-    before = counts()
+    counts_before = counts()
+
     embed(http, ["a", "b"])
     http.post("/v1/rerank", json={"query": "a", "documents": ["b"]}).raise_for_status()
+
     deadline = time.monotonic() + 30
-    while not all(counts()[model] > before[model] for model in before):
-        assert time.monotonic() < deadline, (before, counts())
+    while not all(count > counts_before[model] for model, count in counts().items()):
+        assert time.monotonic() < deadline, (counts_before, counts())
         time.sleep(0.2)
 
 
@@ -92,10 +96,10 @@ def test_a_text_alone_has_the_vector_that_it_has_among_others(http):
 
 
 def test_shorter_vectors_are_cut_and_then_normalised(http):
-    whole, cut = embed(http, TEXTS), embed(http, TEXTS, dimensions=32)
-    assert cut.shape == (len(TEXTS), 32)
-    again = whole[:, :32] / np.linalg.norm(whole[:, :32], axis=1, keepdims=True)
-    assert np.abs(cut - again).max() < 1e-5
+    whole, short = embed(http, TEXTS), embed(http, TEXTS, dimensions=32)
+    assert short.shape == (len(TEXTS), 32)
+    expected_short = whole[:, :32] / np.linalg.norm(whole[:, :32], axis=1, keepdims=True)
+    assert np.abs(short - expected_short).max() < 1e-5
 
 
 def test_a_prompts_name_puts_its_text_before(http):
@@ -128,14 +132,14 @@ def test_ten_thousand_texts_come_back_in_order(http):
 
 def test_a_megabyte_of_text_is_refused_with_its_length_and_cut_when_asked(http):
     text = "Hugo lives. " * 90_000
-    said = refusal(http, "/v1/embeddings", input=["x", text])
-    assert "element 1: the input has " in said
-    assert "the limit is 512" in said
+    message = refusal(http, "/v1/embeddings", input=["x", text])
+    assert "element 1: the input has " in message
+    assert "the limit is 512" in message
     assert embed(http, text, truncate=True).shape == (1, 128)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"input": "x", "dimensions": 0}, "dimensions must be at least 1, but the request has 0"),
         ({"input": "x", "dimensions": 129}, "must be an integer from 1 to 128"),
@@ -148,8 +152,8 @@ def test_a_megabyte_of_text_is_refused_with_its_length_and_cut_when_asked(http):
         ({"input": "x", "model": "chat"}, "The model 'chat' is the language model. Use 'embed'"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_name(http, body, said):
-    assert said in refusal(http, "/v1/embeddings", **body)
+def test_what_cannot_be_embedded_is_refused_by_name(http, body, message):
+    assert message in refusal(http, "/v1/embeddings", **body)
 
 
 def test_the_embedder_gives_no_sparse_weights(http):
@@ -164,47 +168,49 @@ def test_all_three_models_are_listed(http):
 
 
 def test_small_requests_are_answered_beside_one_of_a_thousand_texts(served, http):
-    big = [f"{text} Number {n}." for n in range(250) for text in TEXTS]
-    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+    many_texts = [f"{text} Number {n}." for n in range(250) for text in TEXTS]
+    num_clients = 8
+    small_delays_s = []
+
+    def send_small_requests(client_number):
+        while not large_request.done():
+            small_started = time.monotonic()
+            embed(http, f"Small {client_number}")
+            if not large_request.done():
+                small_delays_s.append(time.monotonic() - small_started)
+
+    with concurrent.futures.ThreadPoolExecutor(1 + num_clients) as pool:
         started = time.monotonic()
-        whole = pool.submit(embed, http, big)
-        delays = []
+        large_request = pool.submit(embed, http, many_texts)
+        list(pool.map(send_small_requests, range(num_clients)))  # `list` raises the first error
+        assert large_request.result().shape == (1000, 128)
+        large_delay_s = time.monotonic() - started
 
-        def small(n):
-            while not whole.done():
-                begun = time.monotonic()
-                embed(http, f"Small {n}")
-                if not whole.done():
-                    delays.append(time.monotonic() - begun)
-
-        list(pool.map(small, range(8)))
-        assert whole.result().shape == (1000, 128)
-        took = time.monotonic() - started
-    assert len(delays) >= 8, (took, delays)
-    assert np.median(delays) < took / 2
+    assert len(small_delays_s) >= num_clients, (large_delay_s, small_delays_s)
+    assert np.median(small_delays_s) < large_delay_s / 2
 
 
 def test_the_tensors_take_texts_and_ragged_ids_and_say_what_is_served(served):
-    async def ask():
-        client = triton_grpc.InferenceServerClient(served.grpc_url)
-        ids = [tensor("input_ids", [5, 6, 7, 8], "INT32"), tensor("input_lengths", [1, 3], "INT32")]
-        of_ids = await client.infer("embedding", ids)
-        scored = await client.infer(
-            "rerank",
-            [tensor("query", "Who is Hugo?"), tensor("documents", "Hugo is a baker.")],
-        )
-        info = await client.infer("embedding", [tensor("return_info", True, "BOOL")])
-        with pytest.raises(InferenceServerException) as caught:
-            await client.infer("rerank", [tensor("query", "Who is Hugo?")])
-        await client.close()
-        return of_ids, scored, info, caught.value
+    async def infer(model, *inputs):
+        async with triton_grpc.InferenceServerClient(served.grpc_url) as client:
+            return await client.infer(model, list(inputs))
 
-    of_ids, scored, info, error = asyncio.run(ask())
-    assert of_ids.as_numpy("embeddings").shape == (2, 128)
-    assert of_ids.as_numpy("num_tokens").tolist() == [1, 3]
+    ids = tensor("input_ids", [5, 6, 7, 8], "INT32")
+    lengths = tensor("input_lengths", [1, 3], "INT32")
+    embedded = asyncio.run(infer("embedding", ids, lengths))
+    assert embedded.as_numpy("embeddings").shape == (2, 128)
+    assert embedded.as_numpy("num_tokens").tolist() == [1, 3]
+
+    query, document = tensor("query", "Who is Hugo?"), tensor("documents", "Hugo is a baker.")
+    scored = asyncio.run(infer("rerank", query, document))
     assert scored.as_numpy("scores").shape == (1,)
-    assert json.loads(info.as_numpy("info")[0])["kinds"] == ["dense"]
-    assert error.message().startswith(
+
+    described = asyncio.run(infer("embedding", tensor("return_info", True, "BOOL")))
+    assert json.loads(described.as_numpy("info")[0])["kinds"] == ["dense"]
+
+    with pytest.raises(InferenceServerException) as caught:
+        asyncio.run(infer("rerank", query))
+    assert caught.value.message().startswith(
         "[INVALID_ARGUMENT] query: a request to a reranker must have query, and either documents "
         "or parts"
     )
@@ -219,30 +225,31 @@ def test_infer_over_http_reaches_the_model_too(served):
 
 
 def test_a_cancelled_call_leaves_the_model_free(served, http):
-    before = cpu_seconds(served)
+    cpu_s_at_start = cpu_seconds(served)
 
-    async def give_up():
-        client = triton_grpc.InferenceServerClient(served.grpc_url)
+    async def start_and_cancel():
         texts = tensor("texts", [f"{TEXTS[3]} {n}" for n in range(8_000)])
-        call = asyncio.ensure_future(client.infer("embedding", [texts]))
-        while cpu_seconds(served) - before < 0.5:
-            assert not call.done()
-            await asyncio.sleep(0.05)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        await client.close()
+        async with triton_grpc.InferenceServerClient(served.grpc_url) as client:
+            call = asyncio.ensure_future(client.infer("embedding", [texts]))
+            while cpu_seconds(served) - cpu_s_at_start < 0.5:  # wait until a worker is busy
+                assert not call.done()
+                await asyncio.sleep(0.05)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
 
-    asyncio.run(give_up())
-    begun = last = cpu_seconds(served)
+    asyncio.run(start_and_cancel())
+
+    cpu_s_at_cancel = cpu_s = cpu_seconds(served)
     # Wait until the workers use no CPU time. After the cancellation, they may use at most 10 s of
     # CPU time, although the whole request would take about a minute.
-    while time.sleep(1.0) or cpu_seconds(served) - last > 0.05:
-        last = cpu_seconds(served)
-        assert last - begun < 10
+    while time.sleep(1.0) or cpu_seconds(served) - cpu_s > 0.05:
+        cpu_s = cpu_seconds(served)
+        assert cpu_s - cpu_s_at_cancel < 10
     assert embed(http, "x").shape == (1, 128)
 
 
 def cpu_seconds(served):
+    """Return the CPU time of all workers, in seconds."""
     return sum(sum(worker.cpu_times()[:2]) for worker in workers(served))
 
 
@@ -251,11 +258,11 @@ def test_killed_workers_are_reported_and_started_again(served, http):
     assert len(victims) == 2
     for victim in victims:
         os.kill(victim.pid, signal.SIGKILL)
-    paths = {
-        "/v1/embeddings": {"input": "x"},
-        "/v1/rerank": {"query": "x", "documents": ["y"]},
-    }
-    for path, body in paths.items():
+
+    for path, body in (
+        ("/v1/embeddings", {"input": "x"}),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+    ):
         deadline = time.monotonic() + 240
         while (answer := http.post(path, json=body)).status_code != 200:
             message = answer.json()["error"]["message"]

@@ -13,11 +13,13 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "rag.py"
 
 @pytest.fixture(scope="module")
 def ask(served):
+    """A function that runs the example and returns its lines: the passages and the answer."""
+
     def run(question, *arguments):
         command = [str(EXAMPLE), question, f"--base-url={served.openai_url}", *arguments]
-        done = run_python(command, os.environ, EXAMPLE.parent, 300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        process = run_python(command, os.environ, EXAMPLE.parent, timeout_s=300)
+        assert process.returncode == 0, process.stderr
+        return process.stdout.splitlines()
 
     return run
 
@@ -30,12 +32,12 @@ def ask(served):
     ],
 )
 def test_the_answer_rests_on_the_passage_that_says_it(ask, question, passage, answer):
-    *found, said = ask(question)
-    assert any(passage in line for line in found)
-    relevances = [float(line[1:6]) for line in found]
+    *passages, answer_line = ask(question)
+    assert any(passage in line for line in passages)
+    relevances = [float(line[1:6]) for line in passages]
     assert relevances == sorted(relevances, reverse=True)
     assert relevances[0] > 0.5
-    assert answer in said
+    assert answer in answer_line
 
 
 def test_passages_of_ones_own_are_searched(ask, tmp_path):

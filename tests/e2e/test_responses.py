@@ -16,16 +16,14 @@ from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
+UNIT = {"type": "string", "enum": ["celsius", "fahrenheit"]}
 WEATHER = {
     "type": "function",
     "name": "get_weather",
     "description": "Get the weather of a city",
     "parameters": {
         "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-        },
+        "properties": {"city": {"type": "string"}, "unit": UNIT},
         "required": ["city"],
     },
 }
@@ -46,8 +44,11 @@ def model(client):
 
 @pytest.fixture
 def create(client, model):
-    def send(given, **fields):
-        return client.responses.create(**{"model": model, "temperature": 0, **fields}, input=given)
+    """A function that sends a request with the given input and fields."""
+
+    def send(given_input, **fields):
+        fields = {"model": model, "temperature": 0, **fields}
+        return client.responses.create(**fields, input=given_input)
 
     return send
 
@@ -61,17 +62,18 @@ def num_before(gauge):
 
 def test_reasoning_and_answer_are_items_and_a_stream_says_the_same(create):
     whole = create("What is 27 + 45?")
+
     assert whole.status == "completed"
     assert [item.type for item in whole.output] == ["reasoning", "message"]
     assert "72" in whole.output_text
     assert whole.output[0].content[0].text
     assert whole.usage.output_tokens_details.reasoning_tokens > 0
+
     events = [event.to_dict() for event in create("What is 27 + 45?", stream=True)]
     final = StreamCheck().run(events)
-    assert len([e for e in events if e["type"] == "response.output_text.delta"]) > 1
-    assert [item["content"][0]["text"] for item in final["output"]] == [
-        item.content[0].text for item in whole.output
-    ]
+    assert [event["type"] for event in events].count("response.output_text.delta") > 1
+    streamed_texts = [item["content"][0]["text"] for item in final["output"]]
+    assert streamed_texts == [item.content[0].text for item in whole.output]
 
 
 def test_effort_none_leaves_the_reasoning_out(create):
@@ -86,23 +88,22 @@ def test_a_call_streams_and_the_conversation_goes_on_with_its_output(create):
     call = final["output"][-1]
     assert (call["type"], call["name"]) == ("function_call", "get_weather")
     assert json.loads(call["arguments"]) == {"city": "Paris"}
-    output = {
-        "type": "function_call_output",
-        "call_id": call["call_id"],
-        "output": '{"temperature": 21, "sky": "clear"}',
-    }
-    kept = create([output], tools=[WEATHER], previous_response_id=final["id"])
-    assert "21" in kept.output_text
-    sent = create(
-        [{"role": "user", "content": ASK}, *final["output"], output], tools=[WEATHER], store=False
-    )
-    assert sent.output_text == kept.output_text
+
+    result = '{"temperature": 21, "sky": "clear"}'
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": result}
+    # The server has stored the earlier items, or the client sends them again.
+    with_stored_items = create([output], tools=[WEATHER], previous_response_id=final["id"])
+    assert "21" in with_stored_items.output_text
+    items = [{"role": "user", "content": ASK}, *final["output"], output]
+    with_sent_items = create(items, tools=[WEATHER], store=False)
+    assert with_sent_items.output_text == with_stored_items.output_text
 
 
 def test_a_forced_call_comes(create):
     choice = {"type": "function", "name": "get_weather"}
-    made = create("Hello!", tools=[WEATHER], tool_choice=choice)
-    assert [item.name for item in made.output if item.type == "function_call"] == ["get_weather"]
+    response = create("Hello!", tools=[WEATHER], tool_choice=choice)
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [call.name for call in calls] == ["get_weather"]
 
 
 def custom_tool(regex):
@@ -119,40 +120,41 @@ def custom_tool(regex):
     ],
 )
 def test_the_input_of_a_custom_tool_matches_its_regex(create, regex):
-    python_regex = regex.replace("(?<", "(?P<")
+    python_regex = regex.replace("(?<", "(?P<")  # Python's syntax of named groups
     fields = {"tools": [custom_tool(regex)], "tool_choice": "required", "temperature": 1}
     for seed in range(3):
-        extra = {"seed": seed}
-        made = create("Which day is it?", extra_body=extra, **fields)
-        calls = [item for item in made.output if item.type == "custom_tool_call"]
-        assert calls
-        for call in calls:
-            assert re.fullmatch(python_regex, call.input), call.input
-        events = [
-            event.to_dict() for event in create("Hi", extra_body=extra, stream=True, **fields)
-        ]
+        fields["extra_body"] = {"seed": seed}
+
+        whole = create("Which day is it?", **fields)
+        inputs = [item.input for item in whole.output if item.type == "custom_tool_call"]
+        assert inputs
+        assert all(re.fullmatch(python_regex, text) for text in inputs), inputs
+
+        events = [event.to_dict() for event in create("Hi", stream=True, **fields)]
         deltas = [e["delta"] for e in events if e["type"].endswith("tool_call_input.delta")]
         items = events[-1]["response"]["output"]
         inputs = [item["input"] for item in items if item["type"] == "custom_tool_call"]
         assert inputs
         assert "".join(deltas) == "".join(inputs)
-        assert all(re.fullmatch(python_regex, text) for text in inputs)
+        assert all(re.fullmatch(python_regex, text) for text in inputs), inputs
 
 
 def test_a_forced_custom_tool_is_called_and_the_conversation_goes_on(create, client, model):
-    tool = {"type": "custom", "name": "note"}
-    choice = {"type": "custom", "name": "note"}
-    made = create("Hello!", tools=[tool, WEATHER], tool_choice=choice, max_output_tokens=200)
-    (call,) = [item for item in made.output if item.type == "custom_tool_call"]
+    tool = choice = {"type": "custom", "name": "note"}
+    first = create("Hello!", tools=[tool, WEATHER], tool_choice=choice, max_output_tokens=200)
+    (call,) = [item for item in first.output if item.type == "custom_tool_call"]
     assert call.name == "note"
+
     output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "saved"}
-    kept = create([output], tools=[tool], previous_response_id=made.id, max_output_tokens=50)
-    assert kept.status in ("completed", "incomplete")
+    second = create([output], tools=[tool], previous_response_id=first.id, max_output_tokens=50)
+    assert second.status in ("completed", "incomplete")
+
+    chat_tool = chat_choice = {"type": "custom", "custom": {"name": "note"}}
     chat = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "Hello!"}],
-        tools=[{"type": "custom", "custom": {"name": "note"}}],
-        tool_choice={"type": "custom", "custom": {"name": "note"}},
+        tools=[chat_tool],
+        tool_choice=chat_choice,
         max_tokens=200,
         temperature=0,
     )
@@ -172,15 +174,15 @@ class Sum(pydantic.BaseModel):
 
 
 def test_an_answer_is_parsed_by_its_schema(client, model):
-    made = client.responses.parse(
+    response = client.responses.parse(
         model=model, input="What is 27 + 45?", text_format=Sum, max_output_tokens=400
     )
-    assert isinstance(made.output_parsed, Sum)
+    assert isinstance(response.output_parsed, Sum)
 
 
 def test_logprobs_belong_to_the_tokens_of_the_text(create):
-    made = create("What is 27 + 45?", include=["message.output_text.logprobs"], top_logprobs=2)
-    (part,) = made.output[-1].content
+    response = create("What is 27 + 45?", include=["message.output_text.logprobs"], top_logprobs=2)
+    (part,) = response.output[-1].content
     assert b"".join(bytes(one.bytes) for one in part.logprobs).decode() == part.text
     assert {len(one.top_logprobs) for one in part.logprobs} == {2}
 
@@ -191,13 +193,13 @@ def test_counted_input_tokens_equal_the_usage(client, create, model):
 
 
 def test_a_conversation_that_is_too_long_loses_its_beginning_where_that_is_asked_for(create):
-    old = [{"role": "user", "content": "word " * 900}, {"role": "assistant", "content": "Yes."}]
-    items = [*(old * 8), {"role": "user", "content": "What is 27 + 45?"}]
+    turn = [{"role": "user", "content": "word " * 900}, {"role": "assistant", "content": "Yes."}]
+    items = [*(turn * 8), {"role": "user", "content": "What is 27 + 45?"}]
     with pytest.raises(openai.BadRequestError, match=r"the limit is \d+ \(max_model_len\)"):
         create(items)
-    made = create(items, truncation="auto")
-    assert made.status in ("completed", "incomplete")
-    assert made.usage.input_tokens > 900
+    response = create(items, truncation="auto")
+    assert response.status in ("completed", "incomplete")
+    assert response.usage.input_tokens > 900
 
 
 def test_the_backends_error_has_the_names_of_this_api(create):
@@ -207,17 +209,17 @@ def test_the_backends_error_has_the_names_of_this_api(create):
 
 
 def test_a_background_response_is_finished_without_its_client(client, create, gauge):
-    made = create("What is 27 + 45?", background=True)
-    assert made.status == "queued"
-    wait_for(lambda: client.responses.retrieve(made.id).status == "completed")
-    assert "72" in client.responses.retrieve(made.id).output_text
+    response = create("What is 27 + 45?", background=True)
+    assert response.status == "queued"
+    wait_for(lambda: client.responses.retrieve(response.id).status == "completed")
+    assert "72" in client.responses.retrieve(response.id).output_text
     wait_for(lambda: is_idle(gauge))
 
 
 def test_cancelling_while_it_decodes_frees_its_blocks(client, create, gauge, num_before):
-    made = create("For ever and", background=True, **ENDLESS)
-    wait_for(lambda: is_busy(gauge) and client.responses.retrieve(made.id).output)
-    cancelled = client.responses.cancel(made.id)
+    response = create("For ever and", background=True, **ENDLESS)
+    wait_for(lambda: is_busy(gauge) and client.responses.retrieve(response.id).output)
+    cancelled = client.responses.cancel(response.id)
     wait_until_given_up(gauge, num_before)
     assert cancelled.status == "cancelled"
     assert cancelled.output_text or cancelled.output
@@ -226,20 +228,20 @@ def test_cancelling_while_it_decodes_frees_its_blocks(client, create, gauge, num
 def test_a_response_that_is_cancelled_at_once_is_not_generated(client, create, gauge):
     num_tokens = gauge("generation_tokens_total")
     for _ in range(8):
-        made = create("For ever and", background=True, **ENDLESS)
-        assert client.responses.cancel(made.id).status == "cancelled"
+        response = create("For ever and", background=True, **ENDLESS)
+        assert client.responses.cancel(response.id).status == "cancelled"
     time.sleep(1.5)  # wait until the metrics page has been updated after the last request
     wait_for(lambda: is_idle(gauge))
     assert gauge("generation_tokens_total") - num_tokens < 8 * 3000 / 2
 
 
 def test_deleting_a_running_response_stops_its_request(client, create, gauge, num_before):
-    made = create("For ever and", background=True, **ENDLESS)
+    response = create("For ever and", background=True, **ENDLESS)
     wait_for(lambda: is_busy(gauge))
-    client.responses.delete(made.id)
+    client.responses.delete(response.id)
     wait_until_given_up(gauge, num_before)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(made.id)
+        client.responses.retrieve(response.id)
 
 
 def test_a_client_that_leaves_ends_its_response(create, gauge, num_before):
@@ -254,22 +256,22 @@ def test_a_client_that_leaves_ends_its_response(create, gauge, num_before):
 def test_a_background_stream_is_taken_up_again_and_ends_with_a_cancel(
     client, create, gauge, num_before
 ):
-    stream = create("For ever and", stream=True, background=True, **ENDLESS)
     events = []
-    for event in stream:
-        events.append(event.to_dict())
-        if event.type.endswith(".delta"):
-            break
-    stream.close()
+    with create("For ever and", stream=True, background=True, **ENDLESS) as stream:
+        for event in stream:
+            events.append(event.to_dict())
+            if event.type.endswith(".delta"):
+                break  # leave the stream in the middle of the answer
+
     response_id = events[0]["response"]["id"]
     assert client.responses.retrieve(response_id).status == "in_progress"
-    last = events[-1]["sequence_number"]
-    for number, event in enumerate(
-        client.responses.retrieve(response_id, stream=True, starting_after=last)
-    ):
+    last_number = events[-1]["sequence_number"]
+    stream = client.responses.retrieve(response_id, stream=True, starting_after=last_number)
+    for num_read, event in enumerate(stream, start=1):
         events.append(event.to_dict())
-        if number == 3:
+        if num_read == 4:
             client.responses.cancel(response_id)
+
     assert StreamCheck().run(events)["status"] == "cancelled"
     wait_until_given_up(gauge, num_before)
 
@@ -277,17 +279,9 @@ def test_a_background_stream_is_taken_up_again_and_ends_with_a_cancel(
 @pytest.fixture(scope="module")
 def narrow(fork_server):
     """A server that runs one sequence at a time, and processes prompts 4 tokens at a time."""
-    with Served(
-        environment={
-            "NEREID_MAX_NUM_SEQS": "1",
-            "NEREID_MAX_NUM_BATCHED_TOKENS": "4",
-            **fork_server,
-        },
-        arguments=[
-            *("--log-level=warning", "--drain-timeout=240"),
-            *ALONE,
-        ],
-    ) as running:
+    settings = {"NEREID_MAX_NUM_SEQS": "1", "NEREID_MAX_NUM_BATCHED_TOKENS": "4"}
+    flags = ["--log-level=warning", "--drain-timeout=240", *ALONE]
+    with Served(environment={**settings, **fork_server}, arguments=flags) as running:
         yield running
 
 
@@ -297,21 +291,20 @@ def test_cancelling_while_it_waits_in_the_queue_takes_it_out(narrow):
     num_before = num_given_up(gauge)
     with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
-        made = []
-        for _ in range(2):
-            made.append(
-                client.responses.create(model=model, input="For ever", background=True, **ENDLESS)
-            )
-            wait_for(lambda: gauge("num_requests") == len(made))
-        first, second = made
-        wait_for(lambda: client.responses.retrieve(first.id).output)
+        fields = {"model": model, "input": "For ever", "background": True, **ENDLESS}
+        running = client.responses.create(**fields)
+        wait_for(lambda: gauge("num_requests") == 1)
+        waiting = client.responses.create(**fields)
+        wait_for(lambda: client.responses.retrieve(running.id).output)
         wait_for(lambda: gauge("num_requests_waiting") == 1)
-        cancelled = client.responses.cancel(second.id)
+
+        cancelled = client.responses.cancel(waiting.id)
+
         assert (cancelled.status, cancelled.output) == ("cancelled", [])
         wait_for(lambda: gauge("num_requests_waiting") == 0)
-        assert client.responses.retrieve(first.id).status == "in_progress"
-        client.responses.cancel(first.id)
-        wait_until_given_up(gauge, num_before, 2)
+        assert client.responses.retrieve(running.id).status == "in_progress"
+        client.responses.cancel(running.id)
+        wait_until_given_up(gauge, num_before, number=2)
         last = client.responses.create(model=model, input="What is 27 + 45?", temperature=0)
         assert "72" in last.output_text
 
@@ -323,9 +316,9 @@ def test_cancelling_while_it_is_prefilled_frees_its_blocks(narrow):
     with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
         text = "What is 27 + 45? " * 200
-        made = client.responses.create(model=model, input=text, background=True, **ENDLESS)
+        response = client.responses.create(model=model, input=text, background=True, **ENDLESS)
         wait_for(lambda: gauge("num_requests_running") == 1)
-        cancelled = client.responses.cancel(made.id)
+        cancelled = client.responses.cancel(response.id)
         wait_until_given_up(gauge, num_before)
         assert (cancelled.status, cancelled.output, cancelled.usage) == ("cancelled", [], None)
 
@@ -335,11 +328,15 @@ def test_a_server_that_stops_waits_for_what_runs_in_the_background(narrow):
     with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
         fields = {"background": True, "stream": True, **ENDLESS, "max_output_tokens": 400}
-        with client.responses.create(model=model, input="For ever", **fields) as begun:
-            first = next(begun)
-        followed = client.responses.retrieve(first.response.id, stream=True, starting_after=0)
+        with client.responses.create(model=model, input="For ever", **fields) as stream:
+            first_event = next(stream)
+        response_id = first_event.response.id
+        other_events = client.responses.retrieve(response_id, stream=True, starting_after=0)
+
         narrow.process.send_signal(signal.SIGTERM)
-        final = StreamCheck().run([first.to_dict(), *(event.to_dict() for event in followed)])
+
+        events = [event.to_dict() for event in (first_event, *other_events)]
+        final = StreamCheck().run(events)
     assert final["status"] == "incomplete"
     assert final["usage"]["output_tokens"] == 400
     narrow.process.wait(timeout=240)

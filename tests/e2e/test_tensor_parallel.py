@@ -47,7 +47,8 @@ def _line(process):
     return []
 
 
-def answers_again(client):
+def answers(client):
+    """Return whether the server answers. While the engine restarts, requests fail."""
     with contextlib.suppress(openai.APIStatusError):
         return bool(answer(client))
     return False
@@ -61,16 +62,16 @@ def test_a_stream_fails_when_a_rank_dies_and_the_engine_is_restarted(server, cli
     rank.kill()
     with pytest.raises(openai.APIError, match=r"rank 1 of the model ended \(signal 9\)"):
         list(stream)
-    wait_for(lambda: answers_again(client), RESTART_LIMIT_S)
+    wait_for(lambda: answers(client), RESTART_LIMIT_S)
     assert answer(client) == expected
 
 
 def test_a_rank_that_dies_without_requests_is_replaced_before_the_next_request(server, client):
-    (rank,) = ranks(server)
-    rank.kill()
+    (killed_rank,) = ranks(server)
+    killed_rank.kill()
     wait_for(lambda: "rank 1 of the model ended" in server.output)
-    wait_for(lambda: any(one.pid != rank.pid for one in ranks(server)), RESTART_LIMIT_S)
-    wait_for(lambda: answers_again(client), RESTART_LIMIT_S)
+    wait_for(lambda: any(rank.pid != killed_rank.pid for rank in ranks(server)), RESTART_LIMIT_S)
+    wait_for(lambda: answers(client), RESTART_LIMIT_S)
 
 
 def test_the_end_of_the_server_ends_all_ranks(server):

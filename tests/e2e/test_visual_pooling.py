@@ -79,23 +79,25 @@ PARTS = [{"image": URLS[0]}, {"image": URLS[1], "text": TEXTS[1]}, {"text": TEXT
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The folder of each checkpoint, and the loaded model of the checkpoint `pages`.
+def page_checkpoint(tmp_path_factory):
+    """The folder of the checkpoint `pages`, its loaded transformers model, and its processor."""
+    folder = tmp_path_factory.mktemp("pages")
+    return folder, *save_page_model("ColQwen2", tmp_path_factory.mktemp("vlm"), folder)
 
-    The loaded model is a pair of a transformers model and its processor.
-    """
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, page_checkpoint):
+    """The folders of the checkpoints: name of the model -> folder."""
     look = save_vision_language("qwen2_vl", tmp_path_factory.mktemp("look"))
     towers = save_towers(tmp_path_factory.mktemp("towers"))
-    pages = tmp_path_factory.mktemp("pages")
-    page_model = save_page_model("ColQwen2", tmp_path_factory.mktemp("vlm"), pages)
-    return {"look": look, "towers": towers, "pages": pages, "judge": look}, page_model
+    return {"look": look, "towers": towers, "pages": page_checkpoint[0], "judge": look}
 
 
 @pytest.fixture(scope="module")
 def server(folders, tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("models")
     models = folder / "models.toml"
-    models.write_text(MODELS.format(demo=DEMO, **folders[0]))
+    models.write_text(MODELS.format(demo=DEMO, **folders))
     script = folder / "script.json"
     script.write_text(json.dumps([{"when": "", "text": "hello"}]))
     with serve(
@@ -140,6 +142,7 @@ def triton(server):
 
 
 def strings(name, values):
+    """Return an input tensor of strings."""
     tensor = tritonclient.http.InferInput(name, [len(values)], "BYTES")
     tensor.set_data_from_numpy(np.array([value.encode() for value in values], dtype=object))
     return tensor
@@ -149,17 +152,17 @@ def strings(name, values):
 def look_vectors(folders):
     """The vectors of `PARTS`, computed by transformers."""
     chats = [[user(IMAGES[0])], [user(IMAGES[1], TEXTS[1])], [user(TEXTS[0])]]
-    return last_vectors(folders[0]["look"], chats)
+    return last_vectors(folders["look"], chats)
 
 
 @pytest.fixture(scope="module")
 @torch.inference_mode()
-def page_vectors(folders):
+def page_vectors(page_checkpoint):
     """The token vectors of a query and of two images (as pages), computed by transformers."""
-    model, processor = folders[1]
-    inputs = [processor.process_queries(text=[TEXTS[0]])]
-    inputs += [processor.process_images(images=[image]) for image in IMAGES]
-    return [model(**one).embeddings[0].numpy() for one in inputs]
+    _, model, processor = page_checkpoint
+    batches = [processor.process_queries(text=[TEXTS[0]])]
+    batches += [processor.process_images(images=[image]) for image in IMAGES]
+    return [model(**batch).embeddings[0].numpy() for batch in batches]
 
 
 def test_the_openai_client_gets_the_vectors_of_images_and_of_mixed_inputs(server, look_vectors):
@@ -179,25 +182,28 @@ def test_tritonclient_gets_the_vectors_of_images_and_of_mixed_inputs(triton, loo
 
 
 @torch.inference_mode()
-def test_towers_embed_texts_and_images(post, triton, folders):
-    folder = folders[0]["towers"]
-    words = ["w1 w2 w3", "w9"]
-    status, answer = post(
-        "embeddings", model="towers", input=[words[0], PARTS[0], {"image": URLS[1]}, words[1]]
-    )
-    assert status == 200, answer
+def clip_vectors(folder, texts):
+    """Return the vectors of each text and of all `IMAGES`, computed by transformers."""
     model = CLIPModel.from_pretrained(folder, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = CLIPImageProcessor.from_pretrained(folder)
-    texts = [
-        model.get_text_features(**tokenizer(word, return_tensors="pt")).pooler_output
-        for word in words
-    ]
+    tokens = [tokenizer(text, return_tensors="pt") for text in texts]
     pixels = processor(images=IMAGES, return_tensors="pt").pixel_values
-    images = model.get_image_features(pixels).pooler_output
-    expected = torch.cat([texts[0], images, texts[1]]).numpy()
+    text_vectors = [model.get_text_features(**each).pooler_output for each in tokens]
+    return text_vectors, model.get_image_features(pixels).pooler_output
+
+
+def test_towers_embed_texts_and_images(post, triton, folders):
+    texts = ["w1 w2 w3", "w9"]
+    text_vectors, image_vectors = clip_vectors(folders["towers"], texts)
+    expected = torch.cat([text_vectors[0], image_vectors, text_vectors[1]]).numpy()
+
+    inputs = [texts[0], {"image": URLS[0]}, {"image": URLS[1]}, texts[1]]
+    status, answer = post("embeddings", model="towers", input=inputs)
+    assert status == 200, answer
     vectors = [item["embedding"] for item in answer["data"]]
     np.testing.assert_allclose(vectors, expected, atol=2e-4)
+
     parts = strings("parts", [json.dumps(PARTS[0])])
     embeddings = triton.infer("towers", [parts]).as_numpy("embeddings")
     np.testing.assert_allclose(embeddings[0], expected[1], atol=2e-4)
@@ -205,43 +211,53 @@ def test_towers_embed_texts_and_images(post, triton, folders):
 
 def test_queries_and_pages_have_one_vector_for_each_token(triton, post, page_vectors):
     inputs = [{"text": TEXTS[0]}, *({"image": url} for url in URLS)]
-    answer = triton.infer("pages", [strings("parts", [json.dumps(one) for one in inputs])])
-    counts = answer.as_numpy("num_vectors")
-    rows = np.split(answer.as_numpy("embeddings"), np.cumsum(counts)[:-1])
-    status, body = post("embeddings", model="pages", input=inputs)
-    assert status == 200, body
-    for row, item, expected in zip(rows, body["data"], page_vectors, strict=True):
-        np.testing.assert_allclose(row, expected, atol=2e-4)
+
+    parts = strings("parts", [json.dumps(part) for part in inputs])
+    outputs = triton.infer("pages", [parts])
+    counts = outputs.as_numpy("num_vectors")
+    vectors_from_triton = np.split(outputs.as_numpy("embeddings"), np.cumsum(counts)[:-1])
+    for vectors, expected in zip(vectors_from_triton, page_vectors, strict=True):
+        np.testing.assert_allclose(vectors, expected, atol=2e-4)
+
+    status, answer = post("embeddings", model="pages", input=inputs)
+    assert status == 200, answer
+    for item, expected in zip(answer["data"], page_vectors, strict=True):
         np.testing.assert_allclose(item["embedding"], expected, atol=2e-4)
 
 
 def test_pages_are_ranked_by_maxsim(post, page_vectors):
     query, *pages = page_vectors
-    expected = [(query @ page.T).max(axis=1).sum() for page in pages]
+    expected_scores = [(query @ page.T).max(axis=1).sum() for page in pages]
     documents = [{"image": url} for url in URLS]
+
     status, answer = post("rerank", model="pages", query=TEXTS[0], documents=documents)
     assert status == 200, answer
     assert set(answer) == {"id", "model", "usage", "results"}
-    ranked = sorted(range(len(pages)), key=lambda page: -expected[page])
-    assert [one["index"] for one in answer["results"]] == ranked
-    scores = [one["relevance_score"] for one in answer["results"]]
-    np.testing.assert_allclose(scores, sorted(expected, reverse=True), atol=2e-3)
+    ranked = sorted(range(len(pages)), key=lambda page: -expected_scores[page])
+    assert [result["index"] for result in answer["results"]] == ranked
+    scores = [result["relevance_score"] for result in answer["results"]]
+    np.testing.assert_allclose(scores, sorted(expected_scores, reverse=True), atol=2e-3)
+
     status, answer = post("score", model="pages", text_1=TEXTS[0], text_2=documents)
     assert status == 200, answer
-    np.testing.assert_allclose([one["score"] for one in answer["data"]], expected, atol=2e-3)
+    scores = [item["score"] for item in answer["data"]]
+    np.testing.assert_allclose(scores, expected_scores, atol=2e-3)
 
 
 def test_a_reranker_scores_images_and_texts(post, triton, folders):
-    logits = answer_logits(folders[0]["judge"], TEXTS[0], [IMAGES[0], TEXTS[1]])
+    logits = answer_logits(folders["judge"], TEXTS[0], [IMAGES[0], TEXTS[1]])
     expected = 1 / (1 + np.exp(-np.array(logits)))
-    content = {"type": "image_url", "image_url": {"url": URLS[0]}}
-    status, answer = post("rerank", model="judge", query=TEXTS[0], documents=[content, TEXTS[1]])
+    documents = [{"type": "image_url", "image_url": {"url": URLS[0]}}, TEXTS[1]]
+
+    status, answer = post("rerank", model="judge", query=TEXTS[0], documents=documents)
     assert status == 200, answer
-    scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    scores = {result["index"]: result["relevance_score"] for result in answer["results"]}
     np.testing.assert_allclose([scores[0], scores[1]], expected, atol=1e-3)
-    status, answer = post("score", model="judge", queries=TEXTS[0], documents=[content, TEXTS[1]])
+
+    status, answer = post("score", model="judge", queries=TEXTS[0], documents=documents)
     assert status == 200, answer
-    np.testing.assert_allclose([one["score"] for one in answer["data"]], expected, atol=1e-3)
+    np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, atol=1e-3)
+
     parts = [json.dumps({"image": URLS[0]}), json.dumps({"text": TEXTS[1]})]
     outputs = triton.infer("judge", [strings("query", TEXTS[:1]), strings("parts", parts)])
     np.testing.assert_allclose(outputs.as_numpy("scores"), expected, atol=1e-3)
@@ -265,9 +281,10 @@ def bomb() -> bytes:
     """Return a PNG file of 40 kB whose header claims an image of 60,000 x 60,000 pixels."""
 
     def chunk(name, content):
-        check = struct.pack(">I", zlib.crc32(name + content))
-        return struct.pack(">I", len(content)) + name + content + check
+        checksum = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + checksum
 
+    # The last five values stand for an RGB image with 8 bits for each colour.
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     pixels = zlib.compress(bytes(40_000_000), 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels)
@@ -284,13 +301,13 @@ def bomb() -> bytes:
 )
 @pytest.mark.parametrize("model", ["look", "towers", "pages", "judge"])
 def test_a_hostile_image_is_refused_and_the_model_keeps_serving(post, model, data, problem):
-    def send(url):
+    def use_image(url):
         if model == "judge":
             return post("rerank", model=model, query="a", documents=["b", {"image": url}])
         return post("embeddings", model=model, input=["w1", {"image": url}])
 
-    status, answer = send(data_url(data))
+    status, answer = use_image(data_url(data))
     assert status == 400, answer
     assert problem in answer["error"]["message"]
     assert "element 1" in answer["error"]["message"]
-    assert send(URLS[0])[0] == 200
+    assert use_image(URLS[0])[0] == 200

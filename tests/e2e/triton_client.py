@@ -30,14 +30,16 @@ class Reply:
 
 
 def tensor(name, value, datatype="BYTES"):
+    """Return an input tensor with one dimension, from one value or from a list of values."""
     values = value if isinstance(value, list) else [value]
     values = [v.encode() if isinstance(v, str) else v for v in values]
-    made = grpcclient.InferInput(name, [len(values)], datatype)
-    made.set_data_from_numpy(np.array(values, dtype=DTYPES[datatype]))
-    return made
+    input_tensor = grpcclient.InferInput(name, [len(values)], datatype)
+    input_tensor.set_data_from_numpy(np.array(values, dtype=DTYPES[datatype]))
+    return input_tensor
 
 
 def chat(content, *, stream=True, **fields):
+    """Return the tensors of a chat with one user message and the given fields."""
     body = {"messages": [{"role": "user", "content": content}], **fields}
     return [tensor("chat_request", json.dumps(body)), tensor("stream", stream, "BOOL")]
 
@@ -53,9 +55,9 @@ async def ask(url, inputs, *, cancel_when=None):
         yield {"model_name": "llm", "inputs": inputs}
 
     async with grpcclient.InferenceServerClient(url) as client:
-        answers = client.stream_infer(requests())
+        responses = client.stream_infer(requests())
         try:
-            async for result, error in answers:
+            async for result, error in responses:
                 if error is not None:
                     reply.error = str(error)
                     continue
@@ -63,7 +65,7 @@ async def ask(url, inputs, *, cancel_when=None):
                 reply.texts.append(result.as_numpy("text_output")[0].decode())
                 reply.outputs.append(result)
                 if cancel_when is not None and cancel_when(reply):
-                    answers.cancel()
+                    responses.cancel()
         except asyncio.CancelledError:
             # A cancelled call raises this exception when all of its responses have been read.
             if cancel_when is None:

@@ -26,47 +26,47 @@ LIMIT_S = 60.0
 def server():
     """A server with the demo models. The session fails if one of its processes was replaced."""
     with Served(arguments=["--log-level=warning", "--max-model-len=256"]) as running:
-        before = processes.pids(running)
+        pids_at_start = processes.pids(running)
         yield running
-        assert processes.replaced(before, running) == [], "a process died"
+        assert processes.replaced(pids_at_start, running) == [], "a process died"
 
 
 @pytest.fixture
-def rounds():
+def random_cases():
     """A function that yields the number and the random generator of each case.
 
-    `rounds(kind, usual)` yields FUZZ_CASES cases, or `usual` cases if FUZZ_CASES is not set.
+    It yields FUZZ_CASES cases, or `default_number` cases if FUZZ_CASES is not set.
     """
 
-    def make(kind, usual):
-        for number in range(CASES or usual):
+    def generate(kind, default_number):
+        for number in range(CASES or default_number):
             yield number, random.Random(f"{SEED}-{kind}-{number}")
 
-    return make
+    return generate
 
 
 @pytest.fixture
-def case():
-    """A context that adds the number and the input of a case to each error.
+def errors_with_case():
+    """A context that adds the number and the input of a case to each error. Limits the duration.
 
-    Usage: `with case(number, what):`
+    Usage: `with errors_with_case(number, case_input):`
     """
 
     @contextmanager
-    def make(number, what):
+    def add_case_to_errors(number, case_input):
         started = time.monotonic()
         try:
             yield
         except Exception as error:  # noqa: BLE001 - each error is reported with its case
-            pytest.fail(f"case {number}: {error!r} of {what!r}")
-        took_s = time.monotonic() - started
-        assert took_s < LIMIT_S, f"case {number}: {took_s:.1f} s for {what!r}"
+            pytest.fail(f"case {number}: {error!r} of {case_input!r}")
+        duration_s = time.monotonic() - started
+        assert duration_s < LIMIT_S, f"case {number}: {duration_s:.1f} s for {case_input!r}"
 
-    return make
+    return add_case_to_errors
 
 
 @pytest.fixture
-def goes_on(server):
+def check_server(server):
     """A function that checks that the server still answers, and that it has no running request."""
 
     def check():
@@ -75,8 +75,8 @@ def goes_on(server):
         answer = httpx.post(url, json=body, timeout=120, trust_env=False)
         assert answer.status_code == 200, answer.text
         deadline = time.monotonic() + 60
-        while (busy := processes.what_is_busy(server)) and time.monotonic() < deadline:
+        while (activity := processes.what_is_busy(server)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not busy
+        assert not activity
 
     return check

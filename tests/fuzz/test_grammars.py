@@ -17,20 +17,7 @@ _KEYS = (
 )
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null", "pet", ["string"])
 _ATOMS = (
-    "a",
-    "b+",
-    "[a-z]",
-    "[^x]",
-    ".",
-    "\\d{2}",
-    "(",
-    ")",
-    "|",
-    "*",
-    "?",
-    "{3,1}",
-    "{1000}",
-    "$",
+    *("a", "b+", "[a-z]", "[^x]", ".", "\\d{2}", "(", ")", "|", "*", "?", "{3,1}", "{1000}", "$"),
 )
 _RULES = ("root", "x", "::=", '"a"', '"', "|", "(", ")", "*", "\n", "[a-z]", "/", "#", "start:")
 
@@ -39,23 +26,24 @@ def schema(rng, depth=0):
     """Return a random value that resembles a JSON schema."""
     if depth > 3 or rng.random() < 0.1:
         return rng.choice((True, False, {}, {"type": rng.choice(_TYPES)}, odd(rng)))
-    made = {"type": rng.choice(_TYPES)} if rng.random() < 0.6 else {}
+    keywords = {"type": rng.choice(_TYPES)} if rng.random() < 0.6 else {}
     for _ in range(rng.randrange(4)):
-        made[rng.choice(_KEYS)] = _value(rng, depth)
-    return made
+        keywords[rng.choice(_KEYS)] = _keyword_value(rng, depth)
+    return keywords
 
 
-def _value(rng, depth):
-    kind = rng.randrange(6)
-    if kind == 0:
+def _keyword_value(rng, depth):
+    """Return a random value for a keyword of a schema. Most values do not fit the keyword."""
+    kind = rng.choice(("schema", "properties", "list", "text", "number", "odd value"))
+    if kind == "schema":
         return schema(rng, depth + 1)
-    if kind == 1:
+    if kind == "properties":
         return {name: schema(rng, depth + 1) for name in rng.sample("abcd", 2)}
-    if kind == 2:
+    if kind == "list":
         return [schema(rng, depth + 1) for _ in range(rng.randrange(3))]
-    if kind == 3:
+    if kind == "text":
         return rng.choice(("#", "#/$defs/a", "http://example.com", "^a+$", "(", "date", "uuid"))
-    if kind == 4:
+    if kind == "number":
         return rng.choice((0, 1, 3, -1, 2.5, 10**9))
     return odd(rng)
 
@@ -72,30 +60,29 @@ def grammar(rng):
 
 def constraint(rng):
     """Return random fields of a request that constrain its answer."""
-    kind = rng.randrange(6)
-    if kind <= 1:
-        wrapped = {"name": "s", "schema": schema(rng), "strict": rng.random() < 0.5}
-        return {"response_format": {"type": "json_schema", "json_schema": wrapped}}
-    if kind == 2:
+    kind = rng.choice(("answer", "answer", "tool", "regex", "grammar", "json"))
+    if kind == "answer":
+        json_schema = {"name": "s", "schema": schema(rng), "strict": rng.random() < 0.5}
+        return {"response_format": {"type": "json_schema", "json_schema": json_schema}}
+    if kind == "tool":
         function = {"name": "f", "parameters": schema(rng), "strict": rng.random() < 0.5}
         tools = [{"type": "function", "function": function}]
         return {"tools": tools, "tool_choice": rng.choice(("required", "auto"))}
-    made = {"regex": pattern(rng), "grammar": grammar(rng), "json": schema(rng)}
-    name = ("regex", "grammar", "json")[kind - 3]
-    value = odd(rng) if rng.random() < 0.1 else made[name]
-    return {"structured_outputs": {name: value}}
+    values = {"regex": pattern(rng), "grammar": grammar(rng), "json": schema(rng)}
+    value = odd(rng) if rng.random() < 0.1 else values[kind]
+    return {"structured_outputs": {kind: value}}
 
 
-def test_any_constraint_is_kept_or_refused(server, rounds, goes_on):
+def test_any_constraint_is_kept_or_refused(server, random_cases, check_server):
     url = f"{server.openai_url}/chat/completions"
-    base = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+    chat = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
     with httpx.Client(timeout=120, trust_env=False) as client:
-        for number, rng in rounds("constraint", 120):
+        for number, rng in random_cases("constraint", default_number=120):
             fields = constraint(rng)
             try:
-                response = client.post(url, content=json.dumps(base | fields), headers=_HEADERS)
+                response = client.post(url, content=json.dumps(chat | fields), headers=_HEADERS)
             except httpx.HTTPError as error:
                 pytest.fail(f"case {number}: {error!r} after {fields!r}")
-            told = f"case {number}: {response.status_code} {response.text} after {fields!r}"
-            assert response.status_code in (200, 400), told
-    goes_on()
+            case = f"case {number}: {response.status_code} {response.text} after {fields!r}"
+            assert response.status_code in (200, 400), case
+    check_server()

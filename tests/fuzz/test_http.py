@@ -42,18 +42,11 @@ BODIES = {
 }
 _FIELDS = (
     *ODD_NAMES,
-    *(
-        "max_tokens",
-        "top_p",
-        "top_k",
-        "logit_bias",
-        "response_format",
-        "stream_options",
-        "logprobs",
-    ),
-    *("top_logprobs", "best_of", "suffix", "user", "model", "prompt_logprobs", "min_tokens"),
-    *("presence_penalty", "repetition_penalty", "structured_outputs", "chat_template_kwargs"),
-    *("allowed_token_ids", "bad_words", "stop_token_ids", "priority", "truncate_prompt_tokens"),
+    *("max_tokens", "top_p", "top_k", "logit_bias", "response_format", "stream_options"),
+    *("logprobs", "top_logprobs", "best_of", "suffix", "user", "model", "prompt_logprobs"),
+    *("min_tokens", "presence_penalty", "repetition_penalty", "structured_outputs"),
+    *("chat_template_kwargs", "allowed_token_ids", "bad_words", "stop_token_ids"),
+    *("priority", "truncate_prompt_tokens"),
 )
 
 
@@ -64,15 +57,14 @@ def client(server):
         yield made
 
 
-def broken(response):
+def defect_of(response):
     """Return a description of what is wrong with a response, or None if nothing is wrong."""
     if response.status_code >= 500:
         return f"{response.status_code} {response.text}"
     if response.headers.get("content-type", "").startswith("text/event-stream"):
-        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
-        errors = [json.loads(event) for event in events if event.startswith('{"error"')]
-        faults = [e for e in errors if e["error"].get("code") == "internal_error"]
-        return str(faults[0]) if faults else None
+        lines = [line for line in response.text.splitlines() if line.startswith('data: {"error"')]
+        errors = [json.loads(line.removeprefix("data: "))["error"] for line in lines]
+        return next((str(e) for e in errors if e.get("code") == "internal_error"), None)
     answer = response.json()
     if response.status_code >= 400 and not answer["error"]["message"]:
         return f"{response.status_code} without a message"
@@ -80,18 +72,18 @@ def broken(response):
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-def test_a_body_of_any_kind_is_answered_or_refused(client, rounds, goes_on, path):
-    for number, rng in rounds(path, 24):
-        whole = odd(rng) if rng.random() < 0.05 else mutated(rng, BODIES[path], _FIELDS)
-        data = json_bytes(rng, whole)
+def test_a_body_of_any_kind_is_answered_or_refused(client, random_cases, check_server, path):
+    for number, rng in random_cases(path, default_number=24):
+        body = odd(rng) if rng.random() < 0.05 else mutated(rng, BODIES[path], _FIELDS)
+        data = json_bytes(rng, body)
         headers = {"Content-Type": "application/json"}
         try:
             response = client.post(path, content=data, headers=headers)
         except httpx.HTTPError as error:
             pytest.fail(f"case {number}: {error!r} after {data!r}")
-        trouble = broken(response)
-        assert trouble is None, f"case {number}: {trouble} after {data!r}"
-    goes_on()
+        defect = defect_of(response)
+        assert defect is None, f"case {number}: {defect} after {data!r}"
+    check_server()
 
 
 @pytest.mark.parametrize("path", ["/v1/models/x", "/nothing", "/v1/chat/completions", "/%00"])

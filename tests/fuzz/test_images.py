@@ -13,16 +13,7 @@ _PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 _NAMES = (
-    "type",
-    "image_url",
-    "url",
-    "detail",
-    "text",
-    "source",
-    "data",
-    "image",
-    "input_audio",
-    "x",
+    *("type", "image_url", "url", "detail", "text", "source", "data", "image", "input_audio", "x"),
 )
 
 
@@ -47,16 +38,14 @@ def url(rng):
 def part(rng):
     """Return a random part of a message with an image, a sound, a video or a file."""
     kind = rng.choice(("image_url", "input_image", "image", "input_audio", "video_url", "file"))
-    made = {
-        "type": kind,
-        kind: rng.choice((url(rng), {"url": url(rng), "detail": "low"}, {"data": url(rng)})),
-    }
-    return mutated(rng, made, _NAMES) if rng.random() < 0.5 else made
+    value = rng.choice((url(rng), {"url": url(rng), "detail": "low"}, {"data": url(rng)}))
+    valid_part = {"type": kind, kind: value}
+    return mutated(rng, valid_part, _NAMES) if rng.random() < 0.5 else valid_part
 
 
-def is_text(one):
+def is_text(part):
     """Return whether a part is a text. A mutation can change the type of a part to text."""
-    return isinstance(one, dict) and one.get("type") in ("text", "refusal")
+    return isinstance(part, dict) and part.get("type") in ("text", "refusal")
 
 
 def post(server, path, data):
@@ -67,39 +56,51 @@ def post(server, path, data):
     return answer.status_code, answer.json()
 
 
-def test_an_image_in_a_chat_is_refused_in_every_form(server, rounds, case, goes_on):
-    for number, rng in rounds("image", 80):
+def random_chat(rng, parts):
+    """Return a chat request with the parts and a question."""
+    parts.insert(rng.randrange(len(parts) + 1), {"type": "text", "text": "What is this?"})
+    message = {"role": rng.choice(("user", "user", "system", "tool")), "content": parts}
+    return {"messages": [message], "max_tokens": 2, "stream": rng.random() < 0.3}
+
+
+def test_an_image_in_a_chat_is_refused_in_every_form(
+    server, random_cases, errors_with_case, check_server
+):
+    for number, rng in random_cases("image", default_number=80):
         parts = [part(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
         if any(map(is_text, parts)):
-            continue
-        parts.insert(rng.randrange(len(parts) + 1), {"type": "text", "text": "What is this?"})
-        message = {"role": rng.choice(("user", "user", "system", "tool")), "content": parts}
-        body = {"messages": [message], "max_tokens": 2, "stream": rng.random() < 0.3}
-        with case(number, body):
+            continue  # the mutated parts may be a valid request
+        body = random_chat(rng, parts)
+        with errors_with_case(number, body):
             status, answer = post(server, "/v1/chat/completions", json.dumps(body).encode())
             assert status == 400, answer
             assert "messages" in answer["error"]["message"], answer
-    goes_on()
+    check_server()
 
 
-def test_an_image_to_embed_or_rank_is_refused_in_every_form(server, rounds, case, goes_on):
-    forms = (
-        ("/v1/embeddings", lambda one: {"input": [{"content": [one]}]}),
-        ("/v1/embeddings", lambda one: {"input": [one]}),
-        ("/v1/embeddings", lambda one: {"messages": [{"role": "user", "content": [one]}]}),
-        ("/v1/rerank", lambda one: {"query": "Hugo?", "documents": [one]}),
-        ("/v1/rerank", lambda one: {"query": {"content": [one]}, "documents": ["Hugo"]}),
-        ("/score", lambda one: {"text_1": {"content": [one]}, "text_2": ["Hugo"]}),
-        ("/classify", lambda one: {"input": [one]}),
-    )
-    for number, rng in rounds("pooled image", 60):
-        one = part(rng)
-        path, form = rng.choice(forms)
-        body = form(one)
-        if is_text(one) or (isinstance(one, dict) and isinstance(one.get("text"), str)):
-            continue
-        with case(number, (path, body)):
+# The routes of the pooling models, and functions that return the body for a part.
+POOLING_REQUESTS = (
+    ("/v1/embeddings", lambda part: {"input": [{"content": [part]}]}),
+    ("/v1/embeddings", lambda part: {"input": [part]}),
+    ("/v1/embeddings", lambda part: {"messages": [{"role": "user", "content": [part]}]}),
+    ("/v1/rerank", lambda part: {"query": "Hugo?", "documents": [part]}),
+    ("/v1/rerank", lambda part: {"query": {"content": [part]}, "documents": ["Hugo"]}),
+    ("/score", lambda part: {"text_1": {"content": [part]}, "text_2": ["Hugo"]}),
+    ("/classify", lambda part: {"input": [part]}),
+)
+
+
+def test_an_image_to_embed_or_rank_is_refused_in_every_form(
+    server, random_cases, errors_with_case, check_server
+):
+    for number, rng in random_cases("pooled image", default_number=60):
+        image = part(rng)
+        path, body_with = rng.choice(POOLING_REQUESTS)
+        if is_text(image) or (isinstance(image, dict) and isinstance(image.get("text"), str)):
+            continue  # the mutated part may be a valid input
+        body = body_with(image)
+        with errors_with_case(number, (path, body)):
             status, answer = post(server, path, json_bytes(rng, body))
             assert 400 <= status < 500, answer
             assert answer["error"]["message"], answer
-    goes_on()
+    check_server()

@@ -24,45 +24,50 @@ ODD_NAMES = ("temperature", "n", "stop", "seed", "stream", "tools", "x", "", "__
 
 def odd(rng, depth=0):
     """Return a random JSON value."""
-    kind = rng.randrange(7 if depth < 3 else 4)
-    if kind == 0:
+    kinds = ("constant", "number", "text", "nearly empty", "list", "object", "float")
+    kind = rng.choice(kinds if depth < 3 else kinds[:4])
+    if kind == "constant":
         return rng.choice((None, True, False))
-    if kind == 1:
+    if kind == "number":
         return rng.choice(ODD_NUMBERS)
-    if kind == 2:
+    if kind == "text":
         return rng.choice(ODD_TEXTS)
-    if kind == 3:
+    if kind == "nearly empty":
         return rng.choice(([], {}, [[]], [{}], [None]))
-    if kind == 4:
+    if kind == "list":
         return [odd(rng, depth + 1) for _ in range(rng.randrange(4))]
-    if kind == 5:
+    if kind == "object":
         return {rng.choice(ODD_NAMES): odd(rng, depth + 1) for _ in range(rng.randrange(4))}
     return rng.uniform(-1e6, 1e6)
 
 
 def mutated(rng, body, names):
-    """Return a copy of a JSON object with one to three random changes."""
+    """Return a copy of a JSON object with one to three random changes.
+
+    An added field gets one of the `names`.
+    """
     body = copy.deepcopy(body)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        place, key = rng.choice(list(_places(body)) or [(body, "x")])
-        how = rng.randrange(5)
-        if how == 0 and isinstance(place, dict):
-            place[rng.choice(names)] = odd(rng)
-        elif how == 1 and isinstance(place, dict):
-            place.pop(key, None)
-        elif how == 2 and isinstance(place, list):
-            place.append(odd(rng))
+        container, key = rng.choice(list(_places(body)) or [(body, "x")])
+        change = rng.choice(("add a field", "remove", "append", "replace", "replace"))
+        if change == "add a field" and isinstance(container, dict):
+            container[rng.choice(names)] = odd(rng)
+        elif change == "remove" and isinstance(container, dict):
+            container.pop(key, None)
+        elif change == "append" and isinstance(container, list):
+            container.append(odd(rng))
         else:
-            place[key] = odd(rng)
+            container[key] = odd(rng)
     return body
 
 
-def _places(value):
-    keys = value.keys() if isinstance(value, dict) else range(len(value))
+def _places(container):
+    """Yield each value in a dict or list, at any depth, as its container and its key or index."""
+    keys = container.keys() if isinstance(container, dict) else range(len(container))
     for key in list(keys):
-        yield value, key
-        if isinstance(value[key], dict | list):
-            yield from _places(value[key])
+        yield container, key
+        if isinstance(container[key], dict | list):
+            yield from _places(container[key])
 
 
 def damaged(rng, data):

@@ -27,6 +27,7 @@ NEED_A_SERVER = (
     *("embeddings", "rerank", "score", "classify", "pooling", "300 ", "streams"),
     *("nested 300", "a million chunks", "tokenize", "gzip", "deflate", "2**64"),
 )
+LIMIT_S = 20.0
 
 
 def is_for_the_frontend(attack):
@@ -35,7 +36,7 @@ def is_for_the_frontend(attack):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A frontend with a fake backend and two API keys. It stores a response of another client."""
+    """A frontend with a fake backend and two API keys, which has stored a neighbour's response."""
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(KEYS)
     with live_frontend(FakeBackend(), api_key_file=str(keys), receive_timeout_s=1) as port:
@@ -46,21 +47,15 @@ def target(tmp_path_factory):
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             response_id = json.load(answer)["id"]
-        yield Target(
-            openai=port,
-            http=0,
-            grpc="",
-            key="sk-attacker",
-            foreign_response=response_id,
-            canary=0,
-        )
+        no_server = {"http": 0, "grpc": "", "canary": 0}
+        yield Target(port, key="sk-attacker", foreign_response=response_id, **no_server)
 
 
 def faults_of(target, attacks):
     """Run attacks one after the other, and return the fault of each attack that has one."""
     faults = {}
     for attack in attacks:
-        outcome = attack.send(target, 20.0)
+        outcome = attack.send(target, LIMIT_S)
         if fault := attack.fault(outcome):
             faults[attack.name] = (fault, outcome.text[:300])
     return faults
@@ -69,18 +64,19 @@ def faults_of(target, attacks):
 @functools.cache
 def frontend_attacks():
     modules = (bodies, http_variants, templates, wire)
-    return [one for module in modules for one in module.attacks() if is_for_the_frontend(one)]
+    attacks = [attack for module in modules for attack in module.attacks()]
+    return [attack for attack in attacks if is_for_the_frontend(attack)]
 
 
 def attacks_of(kind):
-    attacks = [one for one in frontend_attacks() if one.kind == kind]
+    attacks = [attack for attack in frontend_attacks() if attack.kind == kind]
     assert len(attacks) >= 2
     return attacks
 
 
 def test_the_frontend_survives_some_hostile_requests_of_each_kind(target):
-    attacks = [one for kind in KINDS for one in attacks_of(kind)[::7]]
-    assert faults_of(target, attacks) == {}
+    every_seventh = [attack for kind in KINDS for attack in attacks_of(kind)[::7]]
+    assert faults_of(target, every_seventh) == {}
 
 
 @pytest.mark.long
@@ -90,7 +86,8 @@ def test_the_frontend_survives_hostile_requests(target, kind):
 
 
 def test_a_body_that_stops_in_the_middle_ends_the_request(target):
-    (attack,) = [one for one in wire.attacks() if one.name == "a body that stops in the middle"]
+    name = "a body that stops in the middle"
+    (attack,) = [attack for attack in wire.attacks() if attack.name == name]
     assert faults_of(target, [attack]) == {}
 
 
@@ -116,12 +113,15 @@ def test_the_table_of_attacks_covers_all_models_and_has_no_name_twice():
     ],
 )
 def test_which_outcomes_are_defects(outcome, allowed, fault):
+    # An answer with the status 501 and this text is never a defect.
     own_answers = ((501, "not supported"),)
     attack = Attack("kind", "name", post("/", {}), allowed=allowed, own_answers=own_answers)
     assert attack.fault(outcome) == fault
 
 
 def test_the_time_limits_of_a_busy_machine_follow_from_a_measurement_without_attacks():
-    quiet, busy = Limits.measure([0.1] * 40), Limits.measure([1.0] * 39 + [3.0])
+    quiet = Limits.measure(waits=[0.1] * 40)
+    busy = Limits.measure(waits=[1.0] * 39 + [3.0])
+    # The limit is four times the 99th percentile of the waiting times, but at least 2 s.
     assert (quiet.first_token_s, quiet.slowness) == (2.0, 1.0)
     assert (busy.first_token_s, busy.slowness) == (12.0, 6.0)

@@ -140,6 +140,8 @@ def strict(tmp_path_factory):
 
 
 def asker(url):
+    """Return a function that sends chat requests to the server at this URL."""
+
     def ask(content, **fields):
         """Send a request with and without streaming. Return the message, if both are equal."""
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:

@@ -81,6 +81,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory, fork_server):
+    """A server with a small random model that accepts images, videos and audio."""
     model = image_types.save("qwen2_5_omni_thinker", tmp_path_factory.mktemp("checkpoint"), "small")
     (model / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
     # Constrained decoding requires a token that ends the answer.

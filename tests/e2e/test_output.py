@@ -63,6 +63,7 @@ def choices(reply):
 
 
 def add_delta(choice, delta, text):
+    """Add a delta, and the text of the tensor `text_output`, to a choice."""
     choice["text"] += text
     choice["content"] += delta.get("content", "")
     choice["logprobs"] += delta.get("logprobs", [])

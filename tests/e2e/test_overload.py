@@ -5,6 +5,7 @@ import time
 
 import httpx
 import pytest
+from fakes.live_frontend import wait_for
 
 from loadtest.load.overload import CAPACITY_PER_S, judge, offer, serve
 
@@ -20,10 +21,7 @@ def crowded(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def accepting(crowded):
     """Wait until the server accepts requests again after the requests of the previous test."""
-    deadline = time.monotonic() + 60
-    while post(crowded, max_tokens=1).status_code != 200:
-        assert time.monotonic() < deadline, "the server goes on to refuse"
-        time.sleep(0.1)
+    wait_for(lambda: post(crowded, max_tokens=1).status_code == 200)
 
 
 def post(served, **fields):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import tritonclient.grpc.aio as triton_grpc
 from e2e.triton_client import tensor
+from fakes.live_frontend import wait_for
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.triton
@@ -74,10 +75,7 @@ def test_the_page_of_the_frontend_counts_the_requests_of_both_models(http):
     embed(http, ["a", "b"])
     http.post("/v1/rerank", json={"query": "a", "documents": ["b"]}).raise_for_status()
 
-    deadline = time.monotonic() + 30
-    while not all(count > counts_before[model] for model, count in counts().items()):
-        assert time.monotonic() < deadline, (counts_before, counts())
-        time.sleep(0.2)
+    wait_for(lambda: all(count > counts_before[model] for model, count in counts().items()))
 
 
 def test_the_openai_client_gets_the_checkpoints_own_vectors(served, expected):

@@ -40,6 +40,7 @@ load_at_start = false
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, fork_server):
+    """A server with the models in `MODELS`. Both language models answer from `SCRIPT`."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "models.toml").write_text(MODELS)
     script = folder / "script.json"

@@ -28,6 +28,7 @@ _spec.loader.exec_module(random_schemas)
 
 
 def random_tool(rng, number):
+    """Return a tool with one to three parameters. The number makes its name unique."""
     function = {
         "name": f"{rng.choice(['get', 'set', 'find'])}_{number}",
         "description": "does something",

@@ -95,6 +95,7 @@ def folders(tmp_path_factory, page_checkpoint):
 
 @pytest.fixture(scope="module")
 def server(folders, tmp_path_factory, fork_server):
+    """A server with the models in `MODELS`. A scripted engine replaces the language model."""
     folder = tmp_path_factory.mktemp("models")
     models = folder / "models.toml"
     models.write_text(MODELS.format(demo=DEMO, **folders))

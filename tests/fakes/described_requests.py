@@ -50,6 +50,8 @@ class DescribedRequests:
                     self._send_to(session, operation, mode, num_examples)
 
     def _send_to(self, session, operation, mode, num_examples):
+        """Send the requests that hypothesis generates for one operation, and count the statuses."""
+
         @hypothesis.seed(0)
         @hypothesis.settings(
             max_examples=num_examples,

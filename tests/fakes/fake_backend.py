@@ -45,6 +45,7 @@ class FakeBackend:
             raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
+        """Yield the deltas of the echo model, and record the request in the attributes."""
         self._check_is_up()
         self.generations.append(generation)
         self.active.add(generation.request_id)

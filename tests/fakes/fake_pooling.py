@@ -51,6 +51,7 @@ class FakePooling:
         self.is_closed = True
 
     async def infer(self, call):
+        """Answer a call, or fail as the attributes demand."""
         if call.model in self.missing:
             raise BackendError("NOT_FOUND", f"the Triton server has no model {call.model!r}")
         if call.model in self.down:
@@ -66,6 +67,7 @@ class FakePooling:
         return self._rerank(call) if call.model == "rerank" else self._embed(call)
 
     def _info(self, model):
+        """Return the description of a model, as a worker sends it to the frontend."""
         if model in self.unconfigured:
             return {"task": "none", "reason": f"no checkpoint is served as {model!r}"}
         name = {"embedding": "tiny-embed", "rerank": "tiny-rerank"}[model]
@@ -80,6 +82,7 @@ class FakePooling:
         }
 
     def _embed(self, call):
+        """Return the vectors or the sparse weights of the texts, depending on the option `kind`."""
         texts = _texts(call)
         dimensions = call.options.get("dimensions") or DIMENSION
         _check_limits(call, texts, dimensions)

@@ -87,11 +87,8 @@ def inputs_of(request):
 
 def response_of(deltas):
     texts = [delta.pop("text", "").encode() for delta in deltas]
+    json_texts = [json.dumps(delta).encode() for delta in deltas]
+    outputs = {"text_output": texts, "delta": json_texts}
     return pb_utils.InferenceResponse(
-        [
-            pb_utils.Tensor("text_output", np.array(texts, dtype=object)),
-            pb_utils.Tensor(
-                "delta", np.array([json.dumps(d).encode() for d in deltas], dtype=object)
-            ),
-        ]
+        [pb_utils.Tensor(name, np.array(outputs[name], dtype=object)) for name in outputs]
     )

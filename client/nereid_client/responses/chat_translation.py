@@ -1,6 +1,5 @@
 """Translate requests of the Responses API to chat completions."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,46 +72,20 @@ def messages_of(instructions: str | None, items: Sequence[Json]) -> list[Json]:
 
 
 def _without_cut_calls(items: Sequence[Json]) -> list[Json]:
-    """Return the items without the calls that were cut off and the outputs of these calls."""
-    ids_of_outputs = {item["call_id"] for item in items if item["type"] in CALL_OF_OUTPUT}
-    # Maps the id of a call to the result of `_is_cut`. Two calls can have the same id. An output
-    # belongs to the last call before the output, so a later call replaces the entry.
-    is_cut_by_id: dict[str, bool] = {}
-    kept = []
-    for item in items:
-        is_call = item["type"] in CALL_OF_OUTPUT.values()
-        is_output = item["type"] in CALL_OF_OUTPUT
-        if is_call:
-            call_id = item["call_id"]
-            is_cut_by_id[call_id] = _is_cut(item, has_output=call_id in ids_of_outputs)
-        is_removed = (is_call or is_output) and is_cut_by_id.get(item["call_id"], False)
-        if not is_removed:
-            kept.append(item)
-    return kept
+    """Return the items without the calls that were cut off and that the client has not run.
 
-
-def _is_cut(call: Json, *, has_output: bool) -> bool:
-    """Return whether a call was cut off, so that the call is not part of the chat.
-
-    A call was cut off if its status is not "completed". There is one exception: the arguments are
-    complete, because only the marker after the call was cut off, and the client has run the call.
-
-    Example: a call with the status "incomplete" and the arguments '{"a": 1' returns True. With the
-    arguments '{"a": 1}', the result is False if the conversation contains the output of the call.
+    A call was cut off if its status is not "completed". If the conversation contains the output of
+    such a call, the model must see the call and the output. Otherwise, the model would repeat a
+    call that has failed because its arguments were incomplete.
     """
-    has_run = has_output and _has_complete_arguments(call)
-    return call["status"] != "completed" and not has_run
-
-
-def _has_complete_arguments(call: Json) -> bool:
-    """Return whether a call's arguments are JSON. The input of a custom tool may be any text."""
-    if call["type"] == "custom_tool_call":
-        return True
-    try:
-        json.loads(call["arguments"])
-    except (ValueError, RecursionError):
-        return False
-    return True
+    ids_of_outputs = {item["call_id"] for item in items if item["type"] in CALL_OF_OUTPUT}
+    return [
+        item
+        for item in items
+        if item["type"] not in CALL_OF_OUTPUT.values()
+        or item["status"] == "completed"
+        or item["call_id"] in ids_of_outputs
+    ]
 
 
 class _ChatBuilder:

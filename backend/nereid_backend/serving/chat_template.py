@@ -20,7 +20,8 @@ def read_chat_template(settings: ServingSettings) -> str | None:
     if not settings.chat_template:
         return None
     try:
-        return Path(settings.chat_template).read_text(encoding="utf-8")
+        # Some editors on Windows begin a file with a byte order mark, which utf-8-sig removes.
+        return Path(settings.chat_template).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat_template: the file {settings.chat_template} cannot be read: {error}"

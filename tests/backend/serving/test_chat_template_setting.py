@@ -113,6 +113,12 @@ def test_the_format_is_derived_from_the_template_of_the_server(template):
     assert format_of_server.layout.tools is None
 
 
+def test_a_byte_order_mark_is_no_part_of_the_template(template):
+    template.write_text(TEMPLATE, encoding="utf-8-sig")
+    settings = ServingSettings(model=MODEL, chat_template=str(template))
+    assert read_chat_template(settings) == TEMPLATE
+
+
 def test_a_missing_template_and_wrong_defaults_are_refused(tmp_path):
     settings = ServingSettings(model=MODEL, chat_template=str(tmp_path / "none.jinja"))
     with pytest.raises(ConfigError, match=r"chat_template: the file .* cannot be read"):

@@ -77,37 +77,37 @@ async def test_a_lark_grammar_is_shown_to_the_model_and_not_enforced(post, backe
 
 
 async def test_calls_in_earlier_messages_are_calls_of_the_function(post, backend):
-    call = {"id": "a", "type": "custom", "custom": {"name": "shell", "input": 'echo "é"\n'}}
-    other = {"id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}}
-    messages = [
-        *HELLO,
-        {"role": "assistant", "tool_calls": [call, other]},
-        {"role": "tool", "tool_call_id": "a", "content": "é"},
-    ]
-    await send(post, CHAT, [CUSTOM, FUNCTION], messages=messages)
-    first, second = passed_on(backend)["messages"][1]["tool_calls"]
-    assert second == other
-    assert (first["id"], first["type"], first["function"]["name"]) == ("a", "function", "shell")
-    assert json.loads(first["function"]["arguments"]) == {"input": 'echo "é"\n'}
-    assert set(first) == {"id", "type", "function"}
-    assert passed_on(backend)["messages"][2] == messages[2]
+    custom_call = {"id": "a", "type": "custom", "custom": {"name": "shell", "input": 'echo "é"\n'}}
+    function_call = {"id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "é"}
+    answer = {"role": "assistant", "tool_calls": [custom_call, function_call]}
+    await send(post, CHAT, [CUSTOM, FUNCTION], messages=[*HELLO, answer, result])
+
+    _, passed_answer, passed_result = passed_on(backend)["messages"]
+    passed_custom_call, passed_function_call = passed_answer["tool_calls"]
+    arguments = json.loads(passed_custom_call["function"].pop("arguments"))
+    assert arguments == {"input": 'echo "é"\n'}
+    assert passed_custom_call == {"id": "a", "type": "function", "function": {"name": "shell"}}
+    assert passed_function_call == function_call
+    assert passed_result == result
 
 
 @pytest.mark.parametrize("status", ["completed", "incomplete"])
 @pytest.mark.parametrize("output", ["é", [{"type": "input_text", "text": "é"}]])
 async def test_items_of_custom_tools_are_calls_of_the_function(post, backend, status, output):
     call = {"type": "custom_tool_call", "call_id": "a", "name": "shell", "input": "ls\n"}
-    items = [call | {"status": status}]
-    items += [{"type": "custom_tool_call_output", "call_id": "a", "output": output}]
-    await send(post, RESPONSES, [FLAT], input=items)
+    call |= {"status": status}
+    call_output = {"type": "custom_tool_call_output", "call_id": "a", "output": output}
+    await send(post, RESPONSES, [FLAT], input=[call, call_output])
     message, result = passed_on(backend)["messages"]
     assert result == {"role": "tool", "content": "é", "tool_call_id": "a"}
     function = {"name": "shell", "arguments": '{"input": "ls\\n"}'}
     assert message["tool_calls"] == [{"id": "a", "type": "function", "function": function}]
+
     # Without the output of the tool, a call that was cut off is not passed on.
-    await send(post, RESPONSES, [FLAT], input=[{"role": "user", "content": "x"}, items[0]])
+    await send(post, RESPONSES, [FLAT], input=[{"role": "user", "content": "x"}, call])
     has_calls = ["tool_calls" in message for message in passed_on(backend)["messages"]]
-    assert has_calls == [False] + [True] * (status == "completed")
+    assert has_calls == ([False, True] if status == "completed" else [False])
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,8 @@ async def test_a_tool_choice_names_the_function(post, backend, choice, expected)
 async def test_a_custom_tool_in_a_namespace_is_called_by_both_names(post, backend):
     space = {"type": "namespace", "name": "box", "description": "A sandbox.", "tools": [FLAT]}
     text = call_text("box__shell", "ls")
+
+    # The client gets the namespace and the name, and the model gets one name of both.
     body = await send(post, RESPONSES, [space, FLAT], input=text)
     functions = [tool["function"] for tool in passed_on(backend)["tools"]]
     assert [function["name"] for function in functions] == ["box__shell", "shell"]
@@ -165,6 +167,7 @@ async def test_a_custom_tool_in_a_namespace_is_called_by_both_names(post, backen
     (item,) = body["output"]
     assert item["type"] == "custom_tool_call"
     assert (item["namespace"], item["name"], item["input"]) == ("box", "shell", "ls")
+
     output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "a"}
     await send(post, RESPONSES, [space, FLAT], input=[item, output])
     (call,) = passed_on(backend)["messages"][0]["tool_calls"]
@@ -172,17 +175,19 @@ async def test_a_custom_tool_in_a_namespace_is_called_by_both_names(post, backen
 
 
 async def test_the_tokens_of_a_chat_with_custom_tools_are_counted(post, backend):
-    call = {"id": "a", "type": "custom", "custom": {"name": "shell", "input": "ls"}}
-    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, *HELLO]
-    for path, fields in (
-        ("/tokenize", {"messages": messages, "tools": [CUSTOM]}),
-        ("/v1/responses/input_tokens", {"input": "hello", "tools": [FLAT]}),
-    ):
-        response = await post(path, **fields)
-        assert response.status_code == 200, response.text
-        assert passed_on(backend)["tools"][0]["function"]["parameters"] == INPUT_ONLY
-    tokenized = json.loads(backend.generations[0].chat_request)["messages"]
-    assert tokenized[1]["tool_calls"][0]["function"]["arguments"] == '{"input": "ls"}'
+    custom_call = {"id": "a", "type": "custom", "custom": {"name": "shell", "input": "ls"}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [custom_call]}
+    response = await post("/tokenize", messages=[*HELLO, answer, *HELLO], tools=[CUSTOM])
+    assert response.status_code == 200, response.text
+    (tool,) = passed_on(backend)["tools"]
+    assert tool["function"]["parameters"] == INPUT_ONLY
+    (call,) = passed_on(backend)["messages"][1]["tool_calls"]
+    assert call["function"]["arguments"] == '{"input": "ls"}'
+
+    response = await post("/v1/responses/input_tokens", input="hello", tools=[FLAT])
+    assert response.status_code == 200, response.text
+    (tool,) = passed_on(backend)["tools"]
+    assert tool["function"]["parameters"] == INPUT_ONLY
 
 
 SPACE = {"type": "namespace", "name": "box"}
@@ -340,7 +345,7 @@ async def test_a_wrong_custom_tool_of_a_response_is_refused(post, tools, param, 
     ],
 )
 async def test_a_wrong_reference_to_a_custom_tool_is_refused(post, path, fields, message):
-    given = {RESPONSES: {"input": "hello"}, CHAT: {"messages": HELLO}}.get(path, {})
-    response = await post(path, **{**given, **fields})
+    prompt = {RESPONSES: {"input": "hello"}, CHAT: {"messages": HELLO}}.get(path, {})
+    response = await post(path, **(prompt | fields))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"] == message

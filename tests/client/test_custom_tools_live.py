@@ -133,32 +133,36 @@ def test_a_response_contains_calls_of_custom_tools_and_of_functions(client):
     assert (third.type, third.input) == ("custom_tool_call", "")
 
 
+def events_of_custom_call(events):
+    """Return the events of the first item of a custom tool call."""
+    items = [event["item"] for event in events if "item" in event]
+    item_id = next(item["id"] for item in items if item["type"] == "custom_tool_call")
+    return [
+        event
+        for event in events
+        if event.get("item_id", event.get("item", {}).get("id")) == item_id
+    ]
+
+
 @pytest.mark.parametrize(("text", "expected"), [(SAID, PATCH), (SAID_OTHER, '{"patch": "a"}')])
 def test_the_events_of_a_custom_call_add_up_to_its_item(client, text, expected):
     events = [event.to_dict() for event in respond(client, text, stream=True)]
     for event in events:
         EVENT.validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    item_id, index = next(
-        (event["item"]["id"], event["output_index"])
-        for event in events
-        if event.get("item", {}).get("type") == "custom_tool_call"
-    )
-    added, *deltas, done, finished_item = [
-        event
-        for event in events
-        if event.get("item_id", event.get("item", {}).get("id")) == item_id
-    ]
+
+    added, *deltas, input_done, item_done = events_of_custom_call(events)
+    index = added["output_index"]
     assert added["type"] == "response.output_item.added"
     assert (added["item"]["status"], added["item"]["input"]) == ("in_progress", "")
     assert {event["type"] for event in deltas} == {"response.custom_tool_call_input.delta"}
     assert all(event["delta"] for event in deltas)
     assert "".join(event["delta"] for event in deltas) == expected
-    assert done["type"] == "response.custom_tool_call_input.done"
-    assert set(done) == {"type", "sequence_number", "item_id", "output_index", "input"}
-    assert (done["input"], done["output_index"]) == (expected, index)
-    assert finished_item["type"] == "response.output_item.done"
-    item = finished_item["item"]
+    assert input_done["type"] == "response.custom_tool_call_input.done"
+    assert set(input_done) == {"type", "sequence_number", "item_id", "output_index", "input"}
+    assert (input_done["input"], input_done["output_index"]) == (expected, index)
+    assert item_done["type"] == "response.output_item.done"
+    item = item_done["item"]
     assert (item["status"], item["input"]) == ("completed", expected)
     assert events[-1]["response"]["output"][index] == item
 
@@ -181,10 +185,11 @@ def test_a_stored_response_goes_on_with_the_output_of_the_tool(client, served, b
     call = first.output[-1]
     output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
     second = respond(client, [output], previous_response_id=first.id)
-    sent = json.loads(served.backend.generations[-1].chat_request)["messages"]
-    (said,) = sent[1]["tool_calls"]
-    assert json.loads(said["function"]["arguments"]) == {"input": PATCH}
-    assert sent[2] == {"role": "tool", "content": "done", "tool_call_id": call.call_id}
+
+    messages = json.loads(served.backend.generations[-1].chat_request)["messages"]
+    (passed_call,) = messages[1]["tool_calls"]
+    assert json.loads(passed_call["function"]["arguments"]) == {"input": PATCH}
+    assert messages[2] == {"role": "tool", "content": "done", "tool_call_id": call.call_id}
     items = client.responses.input_items.list(second.id, order="asc").data
     kinds = ["message", "message", "custom_tool_call", "custom_tool_call_output"]
     assert [item.type for item in items] == kinds

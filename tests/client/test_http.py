@@ -210,24 +210,25 @@ async def test_the_backend_is_closed_at_the_end(connect, backend):
 
 
 async def test_other_clients_are_served_between_large_bodies(connect, monkeypatch):
-    parsed = []
-    real_parser = request_context.parse_json_object
+    num_parsed = 0
+    parse_json_object = request_context.parse_json_object
 
-    def slow_parser(raw):
-        parsed.append(len(raw))
+    def parse_slowly(raw):
+        nonlocal num_parsed
+        num_parsed += 1
         if len(raw) > request_context._LARGE_BODY_BYTES:
             time.sleep(0.05)
-        return real_parser(raw)
+        return parse_json_object(raw)
 
-    monkeypatch.setattr(request_context, "parse_json_object", slow_parser)
+    monkeypatch.setattr(request_context, "parse_json_object", parse_slowly)
     large = {"prompt": "a" * request_context._LARGE_BODY_BYTES, "max_tokens": "wrong"}
-    async with connect() as client, anyio.create_task_group() as clients:
+    async with connect() as client, anyio.create_task_group() as large_requests:
         for _ in range(8):
-            clients.start_soon(partial(client.post, "/v1/completions", json=large))
-        while not parsed:
+            large_requests.start_soon(partial(client.post, "/v1/completions", json=large))
+        while num_parsed == 0:
             await anyio.sleep(0)
         assert (await client.get("/v1/models")).status_code == 200
         assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
-        parsed_before_the_response = len(parsed)
-    assert len(parsed) == 9
-    assert parsed_before_the_response <= 4
+        num_parsed_before_the_response = num_parsed
+    assert num_parsed == 9  # eight large requests and the chat
+    assert num_parsed_before_the_response <= 4

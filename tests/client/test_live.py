@@ -1,5 +1,6 @@
 """Tests of the frontend on a real socket, with clients that disconnect and the openai library."""
 
+import itertools
 import json
 import socket
 
@@ -47,27 +48,27 @@ TEXT = "/v1/completions"
 
 
 @pytest.mark.parametrize(
-    ("path", "prompt", "stream"),
+    ("path", "prompt", "stream", "num_generations", "has_started"),
     [
-        (CHAT, "one <pause 60>two", True),
-        (CHAT, "<pause 60>still in the queue", True),
-        (CHAT, "one <pause 60>two", False),
-        (TEXT, "one <pause 60>two", True),
-        (TEXT, "<pause 60>still in the queue", True),
-        (TEXT, ["a <pause 60>b", "<pause 60>c"], False),
+        (CHAT, "one <pause 60>two", True, 1, True),
+        (CHAT, "<pause 60>still in the queue", True, 1, False),
+        (CHAT, "one <pause 60>two", False, 1, False),
+        (TEXT, "one <pause 60>two", True, 1, True),
+        (TEXT, "<pause 60>still in the queue", True, 1, False),
+        (TEXT, ["a <pause 60>b", "<pause 60>c"], False, 2, False),
     ],
 )
-def test_a_client_that_goes_away_aborts_its_request(backend, port, path, prompt, stream):
-    before = len(backend.aborted)
+def test_a_client_that_goes_away_aborts_its_request(
+    backend, port, path, prompt, stream, num_generations, has_started
+):
+    num_aborted_before = len(backend.aborted)
     messages = [{"role": "user", "content": prompt}]
-    number = len(prompt) if isinstance(prompt, list) else 1
-    connection = start_request(port, path, messages=messages, prompt=prompt, stream=stream)
-    with connection:
-        wait_for(lambda: len(backend.active) == number)
-        if stream and "queue" not in prompt:
+    with start_request(port, path, messages=messages, prompt=prompt, stream=stream) as connection:
+        wait_for(lambda: len(backend.active) == num_generations)
+        if has_started:
             assert b"200 OK" in connection.recv(65536)
     wait_for(lambda: not backend.active)
-    assert len(backend.aborted) == before + number
+    assert len(backend.aborted) == num_aborted_before + num_generations
 
 
 def test_a_client_that_does_not_read_does_not_delay_the_backend(backend, port):
@@ -76,13 +77,12 @@ def test_a_client_that_does_not_read_does_not_delay_the_backend(backend, port):
         wait_for(lambda: backend.active)
         wait_for(lambda: not backend.active)  # the backend has generated everything
         received = b""
-        while not received.endswith(b"0\r\n\r\n"):
+        while not received.endswith(b"0\r\n\r\n"):  # the last chunk of the HTTP response
             received += connection.recv(1 << 20)
-    text = ""
-    for line in received.split(b"\n"):
-        if line.startswith(b"data: {"):
-            text += json.loads(line[6:])["choices"][0]["text"]
-    assert text == words
+
+    lines = [line for line in received.split(b"\n") if line.startswith(b"data: {")]
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == words
 
 
 def test_openai_client_chats(client):
@@ -113,11 +113,10 @@ def test_openai_client_parses_choices_with_logprobs(client):
         logprobs=True,
         top_logprobs=2,
     )
-    assert [choice.message.content for choice in answer.choices] == [
-        "one two",
-        "one two #1",
-        "one two #2",
-    ]
+
+    # The echo model appends " #1" to the second choice, and " #2" to the third choice.
+    texts = [choice.message.content for choice in answer.choices]
+    assert texts == ["one two", "one two #1", "one two #2"]
     for choice in answer.choices:
         tokens = choice.logprobs.content
         assert "".join(token.token for token in tokens) == choice.message.content
@@ -129,6 +128,8 @@ def test_openai_client_parses_choices_with_logprobs(client):
 
 
 def test_openai_client_collects_streamed_choices_with_logprobs(client):
+    # The echo model sends the text in <hold> as one delta, and waits at <pause>. It appends " #1"
+    # to the second choice, and " #2" to the third choice.
     prompt = "one <hold>two three</hold> <pause 0.01>four"
     with client.chat.completions.stream(
         model="echo",
@@ -190,14 +191,12 @@ def test_openai_client_parses_completions_with_logprobs(client):
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     for choice in answer.choices:
-        scores = choice.logprobs
-        assert "".join(scores.tokens) == choice.text
-        ends = [*scores.text_offset[1:], len(choice.text)]
-        pieces = [
-            choice.text[begin:end] for begin, end in zip(scores.text_offset, ends, strict=True)
-        ]
-        assert pieces == scores.tokens
-        assert len(scores.token_logprobs) == len(scores.top_logprobs) == len(pieces)
+        logprobs = choice.logprobs
+        assert "".join(logprobs.tokens) == choice.text
+        bounds = itertools.pairwise([*logprobs.text_offset, len(choice.text)])
+        assert [choice.text[begin:end] for begin, end in bounds] == logprobs.tokens
+        assert len(logprobs.token_logprobs) == len(logprobs.tokens)
+        assert len(logprobs.top_logprobs) == len(logprobs.tokens)
 
 
 def test_openai_client_streams_completions_with_logprobs(client):

@@ -44,12 +44,12 @@ async def test_the_schema_of_an_upload_requires_a_file(schema):
 
 
 async def test_each_post_route_has_its_body(schema):
-    with_body = {
+    paths_with_body = {
         name.removeprefix("POST ")
-        for name, operation in operations(schema)
+        for name, _ in operations(schema)
         if name.startswith("POST") and not name.endswith(("/cancel", "/load", "/unload"))
     }
-    assert with_body == REQUEST_BODIES.keys() | FORMS.keys()
+    assert paths_with_body == REQUEST_BODIES.keys() | FORMS.keys()
     for path, model in (REQUEST_BODIES | FORMS).items():
         content = schema["paths"][path]["post"]["requestBody"]["content"]
         media_type = "multipart/form-data" if path in FORMS else "application/json"
@@ -57,19 +57,21 @@ async def test_each_post_route_has_its_body(schema):
         assert reference == f"#/components/schemas/{model.__name__}"
 
 
-async def test_every_reference_in_the_schema_exists(schema):
-    def references(value):
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                if key == "$ref":
-                    yield inner
-                else:
-                    yield from references(inner)
-        elif isinstance(value, list):
-            for inner in value:
+def references(value):
+    """Yield the text of each `$ref` in a JSON value, for example "#/components/schemas/Chat"."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "$ref":
+                yield inner
+            else:
                 yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
 
+
+async def test_every_reference_in_the_schema_exists(schema):
     for reference in references(schema):
         node = schema
         for part in reference.removeprefix("#/").split("/"):
-            node = node[part]
+            node = node[part]  # raises a KeyError if the reference is wrong

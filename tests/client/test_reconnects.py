@@ -63,9 +63,10 @@ async def use(backend, number):
     assert caught.value.code == "UNAVAILABLE"
 
 
-async def until(holds):
+async def until(condition):
+    """Wait until an asynchronous function returns true."""
     async with asyncio.timeout(60):
-        while not await holds():
+        while not await condition():
             await asyncio.sleep(0.02)
 
 
@@ -76,26 +77,29 @@ def num_held():
 
 
 async def live_through_deaths():
+    """Abort the connections of a backend several times, and check that the backend reconnects.
+
+    The backend must close all files and channels of the lost connections.
+    """
     server, port = await endless_server.start()
     proxy = Proxy(port)
     await proxy.open()
     backend = TritonBackend(f"127.0.0.1:{proxy.port}", "llm")
-    held = []
-    for death in range(NUM_DEATHS):
-        await until(backend.is_live)
-        held.append(num_held())
+    await until(backend.is_live)
+    num_held_at_start = num_held()
+    for _ in range(NUM_DEATHS):
         streams = [asyncio.create_task(use(backend, number)) for number in range(NUM_STREAMS)]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # the streams begin
         await proxy.abort()
         await asyncio.gather(*streams)
-        assert not await backend.is_live(), death
+        assert not await backend.is_live()
         await proxy.open()
-    await until(backend.is_live)
+        await until(backend.is_live)
 
-    async def is_as_before():
-        return num_held() <= held[0]
+    async def is_as_at_start():
+        return num_held() <= num_held_at_start
 
-    await until(is_as_before)
+    await until(is_as_at_start)
     await backend.close()
     await proxy.abort()
     await server.stop(None)

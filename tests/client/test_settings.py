@@ -59,10 +59,10 @@ def test_the_name_of_the_model_is_the_setting_else_the_folder_else_the_ensemble(
     ],
 )
 def test_the_message_names_the_variable_the_limit_and_the_value(environment, message):
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(SettingsError) as raised:
         settings_from_environment(environment)
     [variable] = environment
-    assert str(caught.value) == f"{variable}: the value {message}"
+    assert str(raised.value) == f"{variable}: the value {message}"
 
 
 WRONG_ORIGINS = [

@@ -174,23 +174,31 @@ def test_wrong_messages_are_refused_with_their_place(messages, words):
     assert words in refusal(messages=messages)
 
 
-def test_tools_and_tool_choices_are_translated():
+def test_tools_are_translated():
     tool = TOOL | {"description": "Do.", "strict": True, "cache_control": {"type": "ephemeral"}}
     function = {"name": "f", "description": "Do.", "parameters": TOOL["input_schema"]}
     chat = translate(tools=[tool])
     assert chat["tools"] == [{"type": "function", "function": function | {"strict": True}}]
-    choices = {
-        "auto": "auto",
-        "any": "required",
-        "none": "none",
-        "tool": {"type": "function", "function": {"name": "f"}},
-    }
-    for kind, choice in choices.items():
-        chat = translate(tools=[tool], tool_choice={"type": kind, "name": "f"})
-        assert chat["tool_choice"] == choice
-        assert "parallel_tool_calls" not in chat
-    serial = {"type": "any", "disable_parallel_tool_use": True}
-    assert translate(tools=[tool], tool_choice=serial)["parallel_tool_calls"] is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [
+        ("auto", "auto"),
+        ("any", "required"),
+        ("none", "none"),
+        ("tool", {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+def test_tool_choices_are_translated(kind, choice):
+    chat = translate(tools=[TOOL], tool_choice={"type": kind, "name": "f"})
+    assert chat["tool_choice"] == choice
+    assert "parallel_tool_calls" not in chat
+
+
+def test_a_tool_choice_forbids_parallel_calls():
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    assert translate(tools=[TOOL], tool_choice=choice)["parallel_tool_calls"] is False
 
 
 @pytest.mark.parametrize(
@@ -237,10 +245,12 @@ def test_thinking_and_effort_set_variables_of_the_chat_template():
     assert chat["thinking_token_budget"] == 2000
     assert translate(thinking={"type": "adaptive"})["chat_template_kwargs"] == on
     assert translate(thinking={"type": "disabled"})["chat_template_kwargs"] == off
-    for effort, sent in {"low": "low", "high": "high", "xhigh": "high", "max": "high"}.items():
-        chat = translate(output_config={"effort": effort})
-        assert chat["chat_template_kwargs"] == {"reasoning_effort": sent}
     assert "chat_template_kwargs" not in translate()
+
+    efforts_of_template = {"low": "low", "high": "high", "xhigh": "high", "max": "high"}
+    for effort, effort_of_template in efforts_of_template.items():
+        chat = translate(output_config={"effort": effort})
+        assert chat["chat_template_kwargs"] == {"reasoning_effort": effort_of_template}
 
 
 def test_sampling_fields_are_passed_on_and_anthropic_s_own_fields_are_not():

@@ -57,9 +57,10 @@ def store(tmp_path):
 
 
 def upload(store, num_lines, owner=""):
-    started = store.files.start_upload()
-    started.write(jsonl(map(line, range(num_lines))))
-    return started.finish(owner, "requests.jsonl", "batch", keep_s=3600)
+    """Store a batch file with chats, and return the file."""
+    file = store.files.start_upload()
+    file.write(jsonl(map(line, range(num_lines))))
+    return file.finish(owner, "requests.jsonl", "batch", keep_s=3600)
 
 
 def create(store, num_lines, owner=""):
@@ -70,6 +71,7 @@ def create(store, num_lines, owner=""):
 
 @asynccontextmanager
 async def running(store, num_slots, sender=None, key_file=None):
+    """Run the batches of a store, with at most `num_slots` lines at once. Yield the runner."""
     gate = Gate(SharedBudget(100))
     runner = BatchRunner(
         store,
@@ -92,7 +94,10 @@ async def ended(store, batch):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """A list of exceptions. Each append to a result file raises and removes one of them."""
+    """A list of exceptions. Each append to a result file removes and raises one of them.
+
+    If the list is empty, an append succeeds.
+    """
     failures = []
     append = ResultFile.append
 

@@ -82,9 +82,9 @@ def test_a_wrong_form_is_refused(body, words):
         reader.feed(body)
         reader.finish()
 
-    with pytest.raises(ApiError, match=words) as caught:
+    with pytest.raises(ApiError, match=words) as raised:
         read()
-    assert caught.value.status == 400
+    assert raised.value.status == 400
 
 
 @pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data", "\xff"])
@@ -99,14 +99,14 @@ def test_lines_keep_their_numbers_and_long_lines_are_not_read(tmp_path_factory, 
     path = tmp_path_factory.mktemp("lines") / "input"
     path.write_bytes(b"\n".join(lines))
     with path.open("rb") as file:
-        found = dict(read_lines(file, 10))
+        lines_by_number = dict(read_lines(file, 10))
     for number, line in enumerate(lines, 1):
         if len(line) > 10:
-            assert found[number] is None
+            assert lines_by_number[number] is None
         elif line.strip():
-            assert found[number].rstrip(b"\n") == line
+            assert lines_by_number[number].rstrip(b"\n") == line
         else:
-            assert number not in found
+            assert number not in lines_by_number
 
 
 @given(st.binary(max_size=200) | st.from_type(object).map(lambda value: repr(value).encode()))
@@ -117,23 +117,32 @@ def test_any_line_is_a_request_or_a_line_error(line):
     custom_id_in(line)
 
 
-@given(st.integers(0, 400), st.integers(0, 30))
+def content_of(path):
+    """Return the content of a file, or no bytes if the file does not exist."""
+    return path.read_bytes() if path.exists() else b""
+
+
+@given(num_missing_bytes=st.integers(0, 400), num_lines=st.integers(0, 30))
 @settings(max_examples=60, deadline=None)
-def test_a_result_file_that_was_cut_anywhere_continues(tmp_path_factory, cut, num_lines):
+def test_a_result_file_that_was_cut_anywhere_continues(
+    tmp_path_factory, num_missing_bytes, num_lines
+):
     path = tmp_path_factory.mktemp("results") / "output" / "content"
-    lines = [result_line("batch_00ff", n, f"id {n}", error={}) for n in range(1, num_lines + 1)]
+    lines = {n: result_line("batch_00ff", n, f"id {n}", error={}) for n in range(1, num_lines + 1)}
     with ResultFile(path) as file:
-        for line in lines:
+        for line in lines.values():
             file.append(line)
-    whole = path.read_bytes() if lines else b""
-    if lines:
-        path.write_bytes(whole[: len(whole) - min(cut, len(whole))])
+    content = content_of(path)
+
+    if content:
+        path.write_bytes(content[: max(len(content) - num_missing_bytes, 0)])
     with ResultFile(path) as file:
-        answered = file.answered_lines
-        for number, line in enumerate(lines, 1):
-            if number not in answered:
+        answered_lines = file.answered_lines
+        for number, line in lines.items():
+            if number not in answered_lines:
                 file.append(line)
-    assert (path.read_bytes() if lines else b"") == whole
+
+    assert content_of(path) == content
 
 
 def test_a_full_disk_leaves_whole_lines_only(tmp_path):

@@ -40,15 +40,17 @@ def test_each_line_of_a_batch_is_answered(client):
     assert batch.error_file_id is None
     counts = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
+
     output = results(client, batch.output_file_id)
-    assert sorted(each["custom_id"] for each in output) == sorted(f"line-{n}" for n in range(20))
-    for each in output:
-        assert each["error"] is None
-        assert each["response"]["status_code"] == 200
-        completion = each["response"]["body"]
+    ids = sorted(result["custom_id"] for result in output)
+    assert ids == sorted(f"line-{number}" for number in range(20))
+    for result in output:
+        assert result["error"] is None
+        assert result["response"]["status_code"] == 200
+        completion = result["response"]["body"]
         text = completion["choices"][0]["message"]["content"]
-        assert text == each["custom_id"].replace("line-", "word")
-        assert each["response"]["request_id"] in completion["id"]
+        assert text == result["custom_id"].replace("line-", "word")
+        assert result["response"]["request_id"] in completion["id"]
     file = client.files.retrieve(batch.output_file_id)
     assert (file.purpose, file.status) == ("batch_output", "processed")
 
@@ -93,11 +95,14 @@ def test_wrong_lines_are_in_the_error_file_with_their_numbers(client):
         b"[1]",
     ]
     batch = finished(client, create(client, lines))
+
     counts = batch.request_counts
-    assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 13, 1, 12)
-    errors = results(client, batch.error_file_id)
-    found = {each["error"]["line"]: each["error"]["code"] for each in errors if each["error"]}
-    assert found == {
+    assert batch.status == "completed"
+    # The empty line does not count.
+    assert (counts.total, counts.completed, counts.failed) == (13, 1, 12)
+    failures = results(client, batch.error_file_id)
+    unsent = [failure for failure in failures if failure["error"]]
+    assert {failure["error"]["line"]: failure["error"]["code"] for failure in unsent} == {
         2: "invalid_json_line",
         4: "invalid_json_line",
         5: "duplicate_custom_id",
@@ -109,13 +114,13 @@ def test_wrong_lines_are_in_the_error_file_with_their_numbers(client):
         13: "invalid_json_line",
         14: "invalid_json_line",
     }
-    refused = {
-        each["custom_id"]: each["response"]["body"]["error"]["param"]
-        for each in errors
-        if each["response"]
+    assert {failure["custom_id"] for failure in unsent} >= {"line-6", "line-1", None}
+    refused_params = {
+        failure["custom_id"]: failure["response"]["body"]["error"]["param"]
+        for failure in failures
+        if failure["response"]
     }
-    assert refused == {"line-11": "temperature", "line-12": "seed"}
-    assert {each["custom_id"] for each in errors if each["error"]} >= {"line-6", "line-1", None}
+    assert refused_params == {"line-11": "temperature", "line-12": "seed"}
 
 
 @pytest.mark.parametrize(("content", "code"), [(b"", "empty_file"), (b"\n \n", "empty_file")])
@@ -132,18 +137,20 @@ def test_a_file_with_too_many_lines_fails(client):
 
 
 def test_a_cancelled_batch_has_the_responses_so_far(client, tmp_path):
-    gate = tmp_path / "gate"
-    lines = [line(1), *(line(number, f"<until {gate}>") for number in range(2, 60))]
-    batch = create(client, lines)
+    # The echo model answers a line with <until PATH> when the file exists. It never exists here.
+    waiting = [line(number, f"<until {tmp_path / 'gate'}>") for number in range(2, 60)]
+    batch = create(client, [line(1), *waiting])
     wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)
     assert client.batches.cancel(batch.id).status == "cancelling"
     batch = finished(client, batch)
     assert batch.status == "cancelled"
     assert batch.cancelled_at >= batch.cancelling_at
-    assert [each["custom_id"] for each in results(client, batch.output_file_id)] == ["line-1"]
-    errors = results(client, batch.error_file_id)
-    assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
-    assert len({each["custom_id"] for each in errors}) == len(errors) == 58
+    (output,) = results(client, batch.output_file_id)
+    assert output["custom_id"] == "line-1"
+    failures = results(client, batch.error_file_id)
+    assert {failure["error"]["code"] for failure in failures} == {"batch_cancelled"}
+    ids = [failure["custom_id"] for failure in failures]
+    assert sorted(ids) == sorted(line["custom_id"] for line in waiting)
     with pytest.raises(openai.BadRequestError, match="status cancelled"):
         client.batches.cancel(batch.id)
 
@@ -151,18 +158,18 @@ def test_a_cancelled_batch_has_the_responses_so_far(client, tmp_path):
 def test_a_line_is_sent_again_if_the_server_could_not_be_reached(client, served, monkeypatch):
     _, backend, _ = served
     # The frontend asks whether the server is ready after the first attempt has failed.
-    answers = []
+    ready_answers = []
     is_ready = backend.is_ready
 
-    async def noted_is_ready():
-        answers.append(await is_ready())
-        return answers[-1]
+    async def record_is_ready():
+        ready_answers.append(await is_ready())
+        return ready_answers[-1]
 
-    monkeypatch.setattr(backend, "is_ready", noted_is_ready)
+    monkeypatch.setattr(backend, "is_ready", record_is_ready)
     backend.is_up = False
     try:
         batch = create(client, [line(1)])
-        wait_for(lambda: False in answers)
+        wait_for(lambda: False in ready_answers)
         assert client.batches.retrieve(batch.id).status == "in_progress"
     finally:
         backend.is_up = True
@@ -191,15 +198,16 @@ def test_live_requests_leave_a_quarter_of_the_slots_to_batches(tmp_path):
             messages=[{"role": "user", "content": f"now <until {gate}>"}],
         ) as stream,
     ):
-        next(iter(stream))
-        before = len(backend.generations)
+        next(iter(stream))  # from here on, a live request is running
+        num_before = len(backend.generations)
         batch = create(client, [line(n, f"<until {gate}>") for n in range(20)])
-        wait_for(lambda: len(backend.generations) == before + 2)
+        wait_for(lambda: len(backend.generations) == num_before + 2)
         time.sleep(0.3)
-        assert len(backend.generations) == before + 2
+        assert len(backend.generations) == num_before + 2
+
         gate.touch()
         assert finished(client, batch).request_counts.completed == 20
-        assert backend.most_active <= 9
+        assert backend.most_active <= 9  # the live request and eight lines
 
 
 def test_files_and_batches_are_listed_in_pages(client):
@@ -224,17 +232,21 @@ def test_a_deleted_file_is_gone_but_its_batch_continues(client, tmp_path):
 
 
 def test_files_expire(client, served):
-    after = {"anchor": "created_at", "seconds": 3600}
-    file = client.files.create(file=b"{}", purpose="batch", expires_after=after)
+    _, _, folder = served
+    hour = {"anchor": "created_at", "seconds": 3600}
+    file = client.files.create(file=b"{}", purpose="batch", expires_after=hour)
     assert file.expires_at - file.created_at == 3600
-    path = served[2] / "files" / file.id / "metadata.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "expires_at": 1}))
+
+    metadata = folder / "files" / file.id / "metadata.json"
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "expires_at": 1}))
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
-    FileStore(served[2], FileLimits(9, 9)).delete_expired(time.time())
-    assert not path.exists()
+    FileStore(folder, FileLimits(count=9, num_bytes=9)).delete_expired(time.time())
+    assert not metadata.exists()
+
+    minute = {"anchor": "created_at", "seconds": 60}
     with pytest.raises(openai.BadRequestError, match="seconds must be at least 3600"):
-        client.files.create(file=b"", purpose="batch", expires_after={**after, "seconds": 60})
+        client.files.create(file=b"", purpose="batch", expires_after=minute)
 
 
 @pytest.mark.parametrize(
@@ -254,47 +266,64 @@ def test_an_expired_batch_has_an_error_for_each_unfinished_line(tmp_path):
     with live_frontend(FakeBackend(), batch_folder=str(folder)) as port, library(port) as client:
         batch = create(client, [line(1), line(2, f"<until {gate}>")])
         wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)
-    path = folder / "batches" / batch.id / "batch.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "expires_at": 1}))
+
+    stored_batch = folder / "batches" / batch.id / "batch.json"
+    stored_batch.write_text(json.dumps({**json.loads(stored_batch.read_text()), "expires_at": 1}))
     with live_frontend(FakeBackend(), batch_folder=str(folder)) as port, library(port) as client:
         batch = finished(client, batch)
-        assert batch.status == "expired"
-        assert [each["custom_id"] for each in results(client, batch.output_file_id)] == ["line-1"]
-        (error,) = results(client, batch.error_file_id)
-        assert (error["custom_id"], error["error"]["code"]) == ("line-2", "batch_expired")
+        (output,) = results(client, batch.output_file_id)
+        (failure,) = results(client, batch.error_file_id)
+
+    assert batch.status == "expired"
+    assert output["custom_id"] == "line-1"
+    assert (failure["custom_id"], failure["error"]["code"]) == ("line-2", "batch_expired")
 
 
-def test_each_key_sees_only_its_own_files_and_batches(tmp_path):
+@pytest.fixture
+def frontend_with_keys(tmp_path):
+    """A frontend with the clients `a` and `b`: its key file, and the openai client of each."""
     keys = tmp_path / "keys.toml"
     keys.write_text('[a]\nkey = "key-a"\n[b]\nkey = "key-b"\nmax_concurrent_requests = 1\n')
-    folder, gate = str(tmp_path / "folder"), tmp_path / "gate"
+    folder = str(tmp_path / "folder")
     with (
         live_frontend(FakeBackend(), batch_folder=folder, api_key_file=str(keys)) as port,
-        library(port, "key-a") as a,
-        library(port, "key-b") as b,
+        library(port, "key-a") as client_a,
+        library(port, "key-b") as client_b,
     ):
-        batch = create(a, [line(1)])
-        assert finished(a, batch).request_counts.completed == 1
-        assert not list(b.files.list())
-        assert not list(b.batches.list())
-        for call in (
-            lambda: b.files.retrieve(batch.input_file_id),
-            lambda: b.files.content(batch.input_file_id),
-            lambda: b.files.delete(batch.input_file_id),
-            lambda: b.batches.retrieve(batch.id),
-            lambda: b.batches.cancel(batch.id),
-            lambda: b.batches.create(
-                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
-            ),
-        ):
-            with pytest.raises(openai.NotFoundError):
-                call()
-        # The requests of a batch do not count towards the limits of the client's key.
-        waiting = create(b, [line(n, f"<until {gate}>") for n in range(3)])
-        b.chat.completions.create(model="echo", messages=[{"role": "user", "content": "x"}])
-        keys.write_text('[a]\nkey = "key-a"\n')  # the key of the waiting batch is removed
-        path = tmp_path / "folder" / "batches" / waiting.id / "batch.json"
-        wait_for(lambda: json.loads(path.read_text())["status"] == "cancelled")
+        yield keys, client_a, client_b
+
+
+def test_each_key_sees_only_its_own_files_and_batches(frontend_with_keys):
+    _, client_a, client_b = frontend_with_keys
+    batch = create(client_a, [line(1)])
+    assert finished(client_a, batch).request_counts.completed == 1
+
+    assert not list(client_b.files.list())
+    assert not list(client_b.batches.list())
+    for call in (
+        lambda: client_b.files.retrieve(batch.input_file_id),
+        lambda: client_b.files.content(batch.input_file_id),
+        lambda: client_b.files.delete(batch.input_file_id),
+        lambda: client_b.batches.retrieve(batch.id),
+        lambda: client_b.batches.cancel(batch.id),
+        lambda: client_b.batches.create(
+            input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+        ),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+
+
+def test_a_batch_is_cancelled_if_its_key_is_removed(frontend_with_keys, tmp_path):
+    keys, _, client = frontend_with_keys
+    # These lines are never answered, because the file does not exist.
+    batch = create(client, [line(n, f"<until {tmp_path / 'gate'}>") for n in range(3)])
+    # The requests of a batch do not count towards the limits of the client's key.
+    client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "x"}])
+
+    keys.write_text('[a]\nkey = "key-a"\n')
+    stored_batch = tmp_path / "folder" / "batches" / batch.id / "batch.json"
+    wait_for(lambda: json.loads(stored_batch.read_text())["status"] == "cancelled")
 
 
 @pytest.mark.parametrize(
@@ -323,9 +352,9 @@ def test_uploads_over_a_limit_leave_nothing_behind(tmp_path):
         live_frontend(FakeBackend(), batch_folder=str(folder), **limits) as port,
         library(port) as client,
     ):
-        with pytest.raises(openai.APIStatusError, match="max_stored_file_bytes") as caught:
+        with pytest.raises(openai.APIStatusError, match="max_stored_file_bytes") as raised:
             client.files.create(file=b"x" * 5_000_000, purpose="batch")
-        assert caught.value.status_code == 413
+        assert raised.value.status_code == 413
         assert not os.listdir(folder / "uploads")
         assert not os.listdir(folder / "files")
         for _ in range(2):

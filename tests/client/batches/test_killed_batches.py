@@ -14,15 +14,15 @@ from warm_python import CONTEXT
 def frontend_process(folder):
     """Run the frontend in its own process, and yield the process and an openai client."""
     port = free_port()
-    running = CONTEXT.Process(target=serve, args=(port, str(folder)), daemon=True)
-    running.start()
+    process = CONTEXT.Process(target=serve, args=(port, str(folder)), daemon=True)
+    process.start()
     try:
         with library(port) as client:
             wait_for(lambda: answers(client))
-            yield running, client
+            yield process, client
     finally:
-        running.kill()
-        running.join()
+        process.kill()
+        process.join()
 
 
 def answers(client):
@@ -38,27 +38,30 @@ def answers(client):
 )
 def test_a_killed_frontend_answers_each_line_exactly_once(tmp_path, num_lines):
     # The last quarter of the lines waits for a file that is created only after the kill.
-    opened = tmp_path / "opened"
-    waits = dict.fromkeys(range(num_lines * 3 // 4, num_lines), f"<until {opened}>")
-    lines = [line(n, f"{waits.get(n, '')} word{n}") for n in range(num_lines)]
-    with frontend_process(tmp_path / "folder") as (running, client):
+    gate = tmp_path / "gate"
+    num_free = num_lines * 3 // 4
+    lines = [line(number, f"word{number}") for number in range(num_free)]
+    lines += [line(number, f"<until {gate}> word{number}") for number in range(num_free, num_lines)]
+    with frontend_process(tmp_path / "folder") as (process, client):
         batch = create(client, lines)
         output = tmp_path / "folder" / "batches" / batch.id / "output" / "content"
         wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") > num_lines // 2, 900)
-        running.kill()
-        running.join()
+        process.kill()
+        process.join()
     assert num_lines // 2 < output.read_bytes().count(b"\n") < num_lines
-    opened.touch()
+
+    gate.touch()
     with output.open("ab") as file:
         # The file ends like a file whose last write was interrupted by the kill.
         file.write(b'{"id": "batch_req_1_1", "custom')
     with frontend_process(tmp_path / "folder") as (_, client):
         batch = finished(client, batch, timeout_s=900)
         answers = results(client, batch.output_file_id)
-        assert (batch.status, batch.error_file_id) == ("completed", None)
-        assert batch.request_counts.completed == num_lines
-    counts = collections.Counter(each["custom_id"] for each in answers)
-    assert counts == dict.fromkeys((f"line-{n}" for n in range(num_lines)), 1)
-    for each in answers:
-        text = each["response"]["body"]["choices"][0]["message"]["content"]
-        assert text.strip() == each["custom_id"].replace("line-", "word")
+
+    assert (batch.status, batch.error_file_id) == ("completed", None)
+    assert batch.request_counts.completed == num_lines
+    num_answers = collections.Counter(answer["custom_id"] for answer in answers)
+    assert num_answers == {f"line-{number}": 1 for number in range(num_lines)}
+    for answer in answers:
+        text = answer["response"]["body"]["choices"][0]["message"]["content"]
+        assert text.strip() == answer["custom_id"].replace("line-", "word")

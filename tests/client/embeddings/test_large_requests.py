@@ -50,8 +50,9 @@ async def test_the_message_for_many_texts_is_built_in_a_thread(monkeypatch):
     pooling = TritonPooling("127.0.0.1:1")
     for num_texts in (1, 100_000):
         await pooling.infer(PoolingCall("embedding", "1", {"texts": ["a"] * num_texts}))
-    assert threads[0] is threading.main_thread()
-    assert threads[1] is not threading.main_thread()
+    thread_for_one_text, thread_for_many_texts = threads
+    assert thread_for_one_text is threading.main_thread()
+    assert thread_for_many_texts is not threading.main_thread()
 
 
 async def test_no_garbage_is_collected_while_a_large_body_is_parsed(connect_pooling, monkeypatch):

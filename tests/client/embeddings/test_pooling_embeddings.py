@@ -94,8 +94,8 @@ async def test_options_reach_the_model(ask, pooling):
         truncate=True,
     )
     assert answer.json()["data"][0]["embedding"] == vector("abc")[:2]
-    options = {k: v for k, v in pooling.calls[0].options.items() if v is not None}
-    assert options == {
+    (call,) = pooling.calls
+    assert {name: value for name, value in call.options.items() if value is not None} == {
         "dimensions": 2,
         "normalize": False,
         "prompt_name": "query",
@@ -294,17 +294,17 @@ async def test_a_model_that_is_not_served_is_not_listed(connect_pooling, pooling
 async def test_a_long_answer_is_written_in_turns_with_others():
     num_turns = 0
 
-    async def other():
+    async def count_turns():
         nonlocal num_turns
         while True:
             await asyncio.sleep(0)
             num_turns += 1
 
-    task = asyncio.create_task(other())
+    other_task = asyncio.create_task(count_turns())
     try:
         encoded = await join_json_list(f'"{"a" * 20_000}"' for _ in range(200))
     finally:
-        task.cancel()
+        other_task.cancel()
     assert num_turns >= 9
     assert json.loads(encoded) == ["a" * 20_000] * 200
 
@@ -355,12 +355,13 @@ async def test_cohere_gets_a_list_for_each_type_of_embedding(ask):
     assert answer["response_type"] == "embeddings_by_type"
     assert answer["texts"] == ["abc", ""]
     assert answer["meta"]["billed_units"] == {"input_tokens": 3}
-    given = answer["embeddings"]
-    assert given["float"] == rows
-    decoded = [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in given["base64"]]
-    assert decoded == rows
-    assert given["ubinary"] == [[0b11110000], [0b01110000]]
-    assert given["binary"] == [[0b11110000 - 128], [0b01110000 - 128]]
+    embeddings = answer["embeddings"]
+    assert embeddings["float"] == rows
+    decoded = [base64.b64decode(text) for text in embeddings["base64"]]
+    assert [np.frombuffer(row, "<f4").tolist() for row in decoded] == rows
+    # One bit for each positive number. "binary" is signed.
+    assert embeddings["ubinary"] == [[0b11110000], [0b01110000]]
+    assert embeddings["binary"] == [[0b11110000 - 128], [0b01110000 - 128]]
 
 
 @pytest.mark.parametrize(
@@ -426,20 +427,20 @@ async def test_coheres_version_1_gives_one_list_unless_types_are_asked_for(ask):
 
 @pytest.mark.parametrize("name", ["output_dtype", "embedding_type"])
 async def test_vectors_are_returned_in_fewer_bytes(ask, name):
-    async def of_type(kind):
-        answer = await ask("/v1/embeddings", input=["abc", ""], **{name: kind})
+    async def embed(vector_type):
+        answer = await ask("/v1/embeddings", input=["abc", ""], **{name: vector_type})
         return [item["embedding"] for item in answer.json()["data"]]
 
     rows = [vector("abc"), vector("")]
-    assert await of_type("float") == rows
-    for signed, unsigned, row in zip(
-        await of_type("int8"), await of_type("uint8"), rows, strict=True
-    ):
+    assert await embed("float") == rows
+    for signed, unsigned, row in zip(await embed("int8"), await embed("uint8"), rows, strict=True):
+        # The largest number of a vector becomes 127.
         assert max(map(abs, signed)) == 127
         assert np.allclose(np.array(signed) / 127 * max(row), row, atol=max(row) / 254)
         assert unsigned == [number + 128 for number in signed]
-    assert await of_type("ubinary") == [[0b11110000], [0b01110000]]
-    assert await of_type("binary") == [[0b11110000 - 128], [0b01110000 - 128]]
+    # One bit for each positive number. "binary" is signed.
+    assert await embed("ubinary") == [[0b11110000], [0b01110000]]
+    assert await embed("binary") == [[0b11110000 - 128], [0b01110000 - 128]]
 
 
 @pytest.mark.parametrize("vector_type", [kind for kind in WRITERS if " " not in kind])

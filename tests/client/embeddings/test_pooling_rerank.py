@@ -96,7 +96,7 @@ async def test_documents_may_be_images(ask, pooling):
         {"image": "aGk="},
     ]
     scores = (await ask("/v1/score", text_1="image", text_2=documents)).json()["data"]
-    assert [one["score"] for one in scores] == [0.0, 1.0, 1.0]
+    assert [pair["score"] for pair in scores] == [0.0, 1.0, 1.0]
 
 
 async def test_a_document_with_a_text_and_an_image_is_refused(ask):
@@ -221,6 +221,7 @@ async def test_a_client_that_goes_cancels_the_call(pooling):
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive():
+        """Return the body. Once the backend is called, return that the client has disconnected."""
         if messages:
             return messages.pop()
         while not pooling.calls:

@@ -15,13 +15,17 @@ class TokenizerBackend(FakeBackend):
     All other texts become the token for unknown words.
     """
 
-    def __init__(self, markers):
+    def __init__(self):
         super().__init__()
+        self.num_tokenized = 0
+        self.set_markers(MARKERS)
+
+    def set_markers(self, markers):
+        """Replace the tokenizer by one with the given markers."""
         letters = {letter: number for number, letter in enumerate(["?", *"abcdef<>_|fimprxsudl"])}
         self._tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
         self._tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         self._tokenizer.add_special_tokens(list(markers))
-        self.num_tokenized = 0
 
     async def tokenize(self, generation):
         self.num_tokenized += 1
@@ -33,7 +37,7 @@ class TokenizerBackend(FakeBackend):
 
 @pytest.fixture
 def backend():
-    return TokenizerBackend(MARKERS)
+    return TokenizerBackend()
 
 
 async def test_prompt_and_suffix_are_between_the_markers_of_the_tokenizer(connect, backend):
@@ -71,7 +75,7 @@ async def test_each_format_has_each_marker_and_each_text_once(form):
     ],
 )
 async def test_a_suffix_that_cannot_be_used_is_refused(connect, backend, markers, fields, words):
-    backend.__init__(markers)
+    backend.set_markers(markers)
     async with connect() as client:
         body = {"prompt": "a", "suffix": "b", **fields}
         answer = await client.post("/v1/completions", json=body)

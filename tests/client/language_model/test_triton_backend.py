@@ -3,6 +3,7 @@
 import asyncio
 import json
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from fakes.echo import token_id_of
@@ -10,6 +11,7 @@ from fakes.live_frontend import free_port
 from fakes.live_server import serve
 from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import decode_strings
+from nereid_client.language_model import triton_backend
 from nereid_client.language_model.backend import Generation
 from nereid_client.language_model.server_errors import read_error
 from nereid_client.language_model.triton_backend import TritonBackend
@@ -187,39 +189,51 @@ async def test_a_question_to_the_executor_that_is_cancelled_lets_its_stream_end(
     await backend.close()
 
 
-async def test_a_dead_process_of_a_model_is_unhealthy_until_a_request_succeeds(monkeypatch):
-    class OneResponse:
-        def __init__(self, request):
-            self.request = request
+class FakeCalls:
+    """The calls of a Triton server that is live. Each stream has one response.
 
-        async def read(self):
-            return SimpleNamespace(error_message=error, infer_response=infer_response)
+    Attributes:
+        error: the error message of the responses, or an empty string.
+        num_requests: the number of streams so far.
+    """
 
-        def let_end(self):
-            pass
+    def __init__(self):
+        self.error, self.num_requests = "", 0
 
-    async def yes(*_):
+    async def is_live(self):
         return True
 
-    infer_response = SimpleNamespace(
-        outputs=[SimpleNamespace(name="delta")],
-        raw_output_contents=[b'\x19\x00\x00\x00{"finish_reason": "stop"}'],
-    )
-    backend, requests = TritonBackend("127.0.0.1:1", "llm"), []
-    monkeypatch.setattr(backend._calls, "is_live", yes)
-    monkeypatch.setattr(backend._calls, "is_model_ready", yes)
-    monkeypatch.setattr(
-        backend._calls, "stream", lambda request: requests.append(request) or OneResponse(request)
-    )
-    error = ""
+    async def is_model_ready(self, *_):
+        return True
+
+    def stream(self, request):
+        self.num_requests += 1
+        infer_response = SimpleNamespace(
+            outputs=[SimpleNamespace(name="delta")],
+            # Triton writes the length of a string before the string.
+            raw_output_contents=[b'\x19\x00\x00\x00{"finish_reason": "stop"}'],
+        )
+        response = SimpleNamespace(error_message=self.error, infer_response=infer_response)
+        return SimpleNamespace(read=AsyncMock(return_value=response), let_end=lambda: None)
+
+    async def close(self):
+        pass
+
+
+async def test_a_dead_process_of_a_model_is_unhealthy_until_a_request_succeeds(monkeypatch):
+    calls = FakeCalls()
+    monkeypatch.setattr(triton_backend, "TritonCalls", lambda *_: calls)
+    backend = TritonBackend("127.0.0.1:1", "llm")
     assert await backend.is_live()
-    assert not requests
-    error = "in ensemble 'llm', Stub process 'tokenizer_0_0' is not healthy."
+    assert calls.num_requests == 0
+
+    calls.error = "in ensemble 'llm', Stub process 'tokenizer_0_0' is not healthy."
     with pytest.raises(BackendError, match="not healthy"):
         await collect(backend, "hi")
     assert not await backend.is_live()
     assert not await backend.is_ready()
-    error = ""  # from here on, requests succeed, as after a restart of the server
+
+    calls.error = ""  # from here on, requests succeed, as after a restart of the server
     assert await backend.is_live()
     assert await backend.is_ready()
     await backend.close()

@@ -44,39 +44,36 @@ async def test_n_gives_so_many_choices_and_counts_the_prompt_once(chat):
 async def test_n_choices_are_streamed_interleaved_and_each_ends_once(chat, chunks_of):
     options = {"include_usage": True}
     chunks = chunks_of(await chat("one <pause 0.01>two", n=3, stream=True, stream_options=options))
-    texts, roles, ends = ["", "", ""], [], []
-    order = []
-    for chunk in chunks[:-1]:
-        (choice,) = chunk["choices"]
-        index = choice["index"]
-        order.append(index)
-        texts[index] += choice["delta"].get("content", "")
-        if "role" in choice["delta"]:
-            roles.append(index)
-        if choice["finish_reason"]:
-            ends.append(index)
-    assert texts == ["one two", "one two #1", "one two #2"]
-    assert roles == [0, 1, 2]
+    *chunks_of_choices, usage_chunk = chunks
+    choices = [choice for chunk in chunks_of_choices for choice in chunk["choices"]]
+    texts = ["", "", ""]
+    for choice in choices:
+        texts[choice["index"]] += choice["delta"].get("content", "")
+
+    assert texts == ["one two", "one two #1", "one two #2"]  # " #1" marks the second choice
+    indexes = [choice["index"] for choice in choices]
+    assert indexes != sorted(indexes)  # the choices are interleaved
+    starts = [choice["index"] for choice in choices if "role" in choice["delta"]]
+    assert starts == [0, 1, 2]
+    ends = [choice["index"] for choice in choices if choice["finish_reason"]]
     assert sorted(ends) == [0, 1, 2]
-    assert order != sorted(order)
-    assert (
-        chunks[-1]["usage"]["prompt_tokens"] == 3
-    )  # the echo model counts <pause 0.01> as two words
-    assert chunks[-1]["usage"]["completion_tokens"] == 8
+    # The echo model counts <pause 0.01> as two words.
+    assert usage_chunk["usage"]["prompt_tokens"] == 3
+    assert usage_chunk["usage"]["completion_tokens"] == 8
 
 
 async def test_a_choice_that_never_ends_is_an_error(chat, backend, chunks_of):
-    whole = backend.generate
+    generate = backend.generate
 
-    async def without_the_last(generation):
-        async for delta in whole(generation):
+    async def leave_out_the_end_of_the_second_choice(generation):
+        async for delta in generate(generation):
             if delta.get("index") != 1 or "finish_reason" not in delta:
                 yield delta
 
-    backend.generate = without_the_last
+    backend.generate = leave_out_the_end_of_the_second_choice
     assert (await chat("one", n=2)).status_code == 500
-    last = chunks_of(await chat("one <pause 0.01>", n=2, stream=True), done=False)[-1]
-    assert "without a finish reason" in last["error"]["message"]
+    *_, last_event = chunks_of(await chat("one <pause 0.01>", n=2, stream=True), done=False)
+    assert "without a finish reason" in last_event["error"]["message"]
 
 
 async def test_logprobs_have_openais_shape(chat):
@@ -107,22 +104,23 @@ async def test_tokens_may_be_written_as_their_ids(chat):
     assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{token_id_of('one')}"
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_choices", [1, 3])
 async def test_each_tokens_logprob_is_streamed_once_also_where_its_text_is_held_back(
-    chat, chunks_of, n
+    chat, chunks_of, num_choices
 ):
+    # The echo model holds back the text in <hold> until its last token.
     text = "a <hold>b c d</hold> <think>e f</think>g <pause 0.01><hold>h i</hold>"
-    fields = {"logprobs": True, "top_logprobs": 1, "n": n}
-    whole = (await chat(text, **fields)).json()["choices"]
-    streamed = [[] for _ in range(n)]
-    alone = 0
-    for chunk in chunks_of(await chat(text, stream=True, **fields)):
-        (choice,) = chunk["choices"]
-        if choice["logprobs"]:
-            streamed[choice["index"]] += choice["logprobs"]["content"]
-            alone += choice["delta"] == {} and choice["finish_reason"] is None
-    assert streamed == [choice["logprobs"]["content"] for choice in whole]
-    assert alone  # log-probabilities of held-back tokens come in chunks without text
+    fields = {"logprobs": True, "top_logprobs": 1, "n": num_choices}
+    whole_choices = (await chat(text, **fields)).json()["choices"]
+    chunks = chunks_of(await chat(text, stream=True, **fields))
+
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    streamed_logprobs = [[] for _ in range(num_choices)]
+    for choice in choices:
+        streamed_logprobs[choice["index"]] += choice["logprobs"]["content"]
+    assert streamed_logprobs == [choice["logprobs"]["content"] for choice in whole_choices]
+    # The log-probabilities of held-back tokens come in chunks without text.
+    assert any(choice["delta"] == {} and choice["finish_reason"] is None for choice in choices)
 
 
 async def test_prompt_logprobs_have_vllms_shape(chat):
@@ -146,16 +144,17 @@ async def test_token_ids_of_prompt_and_answer_are_returned_when_asked_for(chat, 
 
 
 async def test_an_impossible_tokens_logprob_is_a_number_json_can_carry(chat, backend):
-    async def impossible(generation):
-        minus = float("-inf")
-        entry = {"token": "a", "token_id": 1, "logprob": minus, "rank": 9, "bytes": [97]}
+    impossible = {"logprob": float("-inf"), "rank": 9}
+    token = {"token": "a", "token_id": 1, "bytes": [97], "top_logprobs": [], **impossible}
+
+    async def generate_impossible_token(generation):
         yield {
-            "logprobs": [{**entry, "top_logprobs": []}],
-            "prompt_logprobs": [None, {"1": {"logprob": minus, "rank": 9, "decoded_token": "a"}}],
+            "logprobs": [token],
+            "prompt_logprobs": [None, {"1": {"decoded_token": "a", **impossible}}],
             "finish_reason": "stop",
         }
 
-    backend.generate = impossible
+    backend.generate = generate_impossible_token
     body = (await chat("a", logprobs=True, prompt_logprobs=0)).json()
     assert body["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
     assert body["prompt_logprobs"][1]["1"]["logprob"] == -9999.0

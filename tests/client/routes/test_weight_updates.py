@@ -43,6 +43,7 @@ async def test_adapters_are_loaded_listed_and_unloaded(connect, backend):
         assert backend.adapters == {"sql": "/a"}
         models = (await client.get("/v1/models")).json()["data"]
         assert [model["id"] for model in models][:2] == ["echo", "sql"]
+
         unload = {"lora_name": "sql"}
         assert (await client.post("/v1/unload_lora_adapter", json=unload)).status_code == 200
         refused = await client.post("/v1/unload_lora_adapter", json=unload)

@@ -238,6 +238,10 @@ def test_consecutive_messages_are_merged_if_the_template_requires_alternating_ro
     assert rendered == "user: a;assistant: ;user: b;assistant: c;assistant: d;"
     with pytest.raises(RequestError, match="roles must alternate"):
         renderer_of(alternating).render(messages[3:])
+    # The answer continues the last message, which must therefore not be left out.
+    chat = [messages[0], messages[2], messages[1]]
+    rendered = renderer_of(alternating).render(chat, continue_final_message=True)
+    assert rendered == "user: a\n\nb;assistant: "
 
 
 ONLY_FIRST_SYSTEM_MESSAGE = (

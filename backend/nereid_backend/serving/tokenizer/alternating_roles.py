@@ -31,8 +31,8 @@ def alternating_messages(messages: list[dict[str, Any]]) -> Iterator[list[dict[s
 def merge_consecutive_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     r"""Merge consecutive messages of the user, and consecutive messages of the assistant.
 
-    Messages of the assistant without content and tool calls are left out. A message with tool calls
-    is not merged with the next message.
+    Messages of the assistant without content and tool calls are left out, except the last message.
+    A message with tool calls is not merged with the next message.
 
     Example: two messages of the user with the contents "Hi" and "Stop" become one message with the
     content "Hi\n\nStop".
@@ -40,7 +40,8 @@ def merge_consecutive_messages(messages: Sequence[dict[str, Any]]) -> list[dict[
     groups: list[list[dict[str, Any]]] = []
     for message in messages:
         has_output = bool(message.get("content") or message.get("tool_calls"))
-        if message["role"] == "assistant" and not has_output:
+        is_last = message is messages[-1]  # The answer may continue this message.
+        if message["role"] == "assistant" and not has_output and not is_last:
             continue
         last = groups[-1][-1] if groups else {}
         has_same_role = last.get("role") == message["role"] and message["role"] in _MERGED_ROLES

@@ -147,9 +147,9 @@ def backend():
 def client(backend):
     with (
         live_frontend(backend) as port,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as made,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as opened,
     ):
-        yield made.with_options(max_retries=0)
+        yield opened.with_options(max_retries=0)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ BILLING_LINE = "x-anthropic-billing-header: cc_version=2.1; cch={};"
 @pytest.fixture(scope="module")
 def client(served):
     url = served.openai_url.removesuffix("/v1")
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as made:
-        yield made
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,7 @@ def test_a_dropped_openai_stream_stops_the_sequence(served, gauge, num_before):
             max_tokens=3000,
             extra_body={"ignore_eos": True},
         )
+
         for _ in stream:
             if is_busy(gauge):
                 break

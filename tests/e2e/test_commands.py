@@ -101,6 +101,7 @@ def test_a_second_server_on_a_taken_port_says_so_and_exits_2():
             timeout=120,
             check=False,
         )
+
     assert serve.returncode == 2
     (message,) = serve.stderr.strip().splitlines()
     assert str(taken_port) in message

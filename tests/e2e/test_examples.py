@@ -73,16 +73,16 @@ def test_structured_answers_match_the_schema_and_are_sorted(served):
 
 
 def test_an_answer_that_is_cut_off_is_explained(served):
-    done = run(served, ".venv/bin/python client/examples/structured_openai.py --max-tokens 2")
-    assert done.returncode == 1
-    assert "Raise --max-tokens" in done.stderr
-    assert "Traceback" not in done.stderr
+    process = run(served, ".venv/bin/python client/examples/structured_openai.py --max-tokens 2")
+    assert process.returncode == 1
+    assert "Raise --max-tokens" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_the_tool_is_called_and_its_result_is_used(served):
     question = "What is the weather in Paris?"
-    done = run(served, f'.venv/bin/python client/examples/tools_openai.py "{question}"')
-    call, *answer = done.stdout.splitlines()
+    process = run(served, f'.venv/bin/python client/examples/tools_openai.py "{question}"')
+    call, *answer = process.stdout.splitlines()
     assert call.startswith("get_weather({'city': 'Paris'}) -> ")
     assert "21" in " ".join(answer)
 

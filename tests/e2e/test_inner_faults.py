@@ -46,8 +46,8 @@ def are_expected(failed_kinds, name):
 
 @pytest.fixture(scope="module")
 def serving():
-    with serve() as made:
-        yield made
+    with serve() as running:
+        yield running
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ ASK = "What is the weather in Paris?"
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 def create(client, **fields):

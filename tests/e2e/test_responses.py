@@ -33,8 +33,8 @@ ENDLESS = {"max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +183,8 @@ def test_an_answer_is_parsed_by_its_schema(client, model):
 def test_logprobs_belong_to_the_tokens_of_the_text(create):
     response = create("What is 27 + 45?", include=["message.output_text.logprobs"], top_logprobs=2)
     (part,) = response.output[-1].content
-    assert b"".join(bytes(one.bytes) for one in part.logprobs).decode() == part.text
-    assert {len(one.top_logprobs) for one in part.logprobs} == {2}
+    assert b"".join(bytes(entry.bytes) for entry in part.logprobs).decode() == part.text
+    assert {len(entry.top_logprobs) for entry in part.logprobs} == {2}
 
 
 def test_counted_input_tokens_equal_the_usage(client, create, model):
@@ -315,10 +315,14 @@ def test_cancelling_while_it_is_prefilled_frees_its_blocks(narrow):
     num_before = num_given_up(gauge)
     with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
-        text = "What is 27 + 45? " * 200
-        response = client.responses.create(model=model, input=text, background=True, **ENDLESS)
+        # The server needs hundreds of steps for this prompt, because it processes 4 tokens a step.
+        long_prompt = "What is 27 + 45? " * 200
+        fields = {"model": model, "input": long_prompt, "background": True, **ENDLESS}
+        response = client.responses.create(**fields)
         wait_for(lambda: gauge("num_requests_running") == 1)
+
         cancelled = client.responses.cancel(response.id)
+
         wait_until_given_up(gauge, num_before)
         assert (cancelled.status, cancelled.output, cancelled.usage) == ("cancelled", [], None)
 

@@ -53,8 +53,8 @@ _FIELDS = (
 @pytest.fixture(scope="module")
 def client(server):
     url = f"http://127.0.0.1:{server.openai_port}"
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as made:
-        yield made
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as opened:
+        yield opened
 
 
 def defect_of(response):

@@ -244,6 +244,22 @@ def test_consecutive_messages_are_merged_if_the_template_requires_alternating_ro
     assert rendered == "user: a\n\nb;assistant: "
 
 
+def test_a_text_after_the_result_of_a_tool_is_appended_if_the_template_refuses_it():
+    text_after_result_is_refused = (
+        "{% for m in messages %}{% if m.role == 'user' and loop.index0 and "
+        "messages[loop.index0 - 1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }};{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "tool", "tool_call_id": "c", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    rendered = renderer_of(text_after_result_is_refused).render(messages)
+    assert rendered == "user: a;tool: b\n\nc\n\nd;"
+
+
 ONLY_FIRST_SYSTEM_MESSAGE = (
     "{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.role }}: "
     "{{ m.content }};{% else %}LATER{% endif %}{% endfor %}"

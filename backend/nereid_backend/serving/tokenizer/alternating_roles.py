@@ -18,21 +18,28 @@ def alternating_messages(messages: list[dict[str, Any]]) -> Iterator[list[dict[s
 
     Some templates, such as those of Mistral, refuse two messages of the user in a row, which agents
     send, for example, after the user has interrupted an answer. Some, such as that of Gemma 2, also
-    refuse the role system. Chats that are equal to `messages` are left out.
+    refuse the role system. Those of Mistral also refuse a message of the user after the result of a
+    tool, which Claude Code sends. Chats that are equal to `messages` are left out.
     """
-    without_later = merge_consecutive_messages(with_later_system_messages_as_user(messages))
-    if without_later != messages:
-        yield without_later
+    without_later = with_later_system_messages_as_user(messages)
+    chats = [without_later]
     if messages and messages[0]["role"] in SYSTEM_ROLES:
-        as_user = {**messages[0], "role": "user"}
-        yield merge_consecutive_messages([as_user, *without_later[1:]])
+        chats.append([{**messages[0], "role": "user"}, *without_later[1:]])
+    for extends_results in (False, True):
+        for chat in chats:
+            merged = merge_consecutive_messages(chat, extends_results=extends_results)
+            if merged != messages:
+                yield merged
 
 
-def merge_consecutive_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_consecutive_messages(
+    messages: Sequence[dict[str, Any]], *, extends_results: bool = False
+) -> list[dict[str, Any]]:
     r"""Merge consecutive messages of the user, and consecutive messages of the assistant.
 
     Messages of the assistant without content and tool calls are left out, except the last message.
-    A message with tool calls is not merged with the next message.
+    A message with tool calls is not merged with the next message. If `extends_results` is true, the
+    text of a message of the user is appended to the result of a tool before this message.
 
     Example: two messages of the user with the contents "Hi" and "Stop" become one message with the
     content "Hi\n\nStop".
@@ -45,19 +52,27 @@ def merge_consecutive_messages(messages: Sequence[dict[str, Any]]) -> list[dict[
             continue
         last = groups[-1][-1] if groups else {}
         has_same_role = last.get("role") == message["role"] and message["role"] in _MERGED_ROLES
-        if has_same_role and not last.get("tool_calls"):
+        extends_last = extends_results and _extends_result(last, message)
+        if (has_same_role and not last.get("tool_calls")) or extends_last:
             groups[-1].append(message)
         else:
             groups.append([message])
     return [_merge(group) for group in groups]
 
 
+def _extends_result(last: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Return whether the text of `message` can be appended to the result of a tool in `last`."""
+    texts = (last.get("content"), message.get("content"))
+    is_user_after_tool = last.get("role") == "tool" and message["role"] == "user"
+    return is_user_after_tool and all(isinstance(text, str) for text in texts)
+
+
 def _merge(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one message with the contents of all messages, which have the same role."""
+    """Return one message with the contents of all messages, and the role of the first message."""
     if len(messages) == 1:
         return messages[0]
     contents = [message["content"] for message in messages if message.get("content")]
     merged: dict[str, Any] = {}
-    for message in messages:
+    for message in reversed(messages):  # The fields of the first message replace all others.
         merged |= message
     return {**merged, "content": join_contents(contents)}

@@ -6,7 +6,8 @@ from pydantic import Field
 
 from nereid_client.protocol.request_body import RequestBody
 
-_Text = Annotated[str, Field(min_length=1)]
+# The Triton server would cut off a text at a NUL character, so NUL is refused.
+_Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class LoadLoraRequest(RequestBody):

@@ -127,3 +127,19 @@ async def test_a_key_or_path_with_half_of_a_surrogate_pair_is_refused(connect, p
         response = await client.post(path, content=json.dumps(body))
     assert response.status_code == 400
     assert r"'\ud800', which is half of a surrogate pair" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/load_lora_adapter", {"lora_name": "a\0b", "lora_path": "/a"}, "lora_name"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a\0b"}, "lora_path"),
+        ("/v1/unload_lora_adapter", {"lora_name": "a\0b"}, "lora_name"),
+    ],
+)
+async def test_an_adapter_with_a_nul_character_is_refused(connect, backend, path, body, param):
+    async with connect(allow_lora_updates=True) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert not backend.adapters

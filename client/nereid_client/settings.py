@@ -230,8 +230,8 @@ class Settings:
     `0` means never."""
 
     max_stored_responses: NonNegativeInt = 1000
-    """The largest number of stored responses of `/v1/responses`. The oldest responses are deleted
-    first. `0` means that no response is stored."""
+    """The largest number of stored responses of `/v1/responses`. The oldest responses of the client
+    with the most responses are deleted first. `0` means that no response is stored."""
 
     max_stored_response_bytes: _Bytes = 256 * 1024 * 1024
     """The largest size of all stored responses and their conversations together."""

@@ -42,23 +42,27 @@ CREATE TABLE IF NOT EXISTS responses (
 );
 CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at);
 CREATE INDEX IF NOT EXISTS responses_by_worker ON responses (worker, number);
+CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (worker, owner, number);
 CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response_id TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS items_by_response ON items (response_id);
 CREATE TABLE IF NOT EXISTS totals (
-    is_running INTEGER PRIMARY KEY, count INTEGER NOT NULL, num_bytes INTEGER NOT NULL
+    is_running INTEGER NOT NULL,
+    owner TEXT NOT NULL,
+    count INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    PRIMARY KEY (is_running, owner)
 );
-INSERT OR IGNORE INTO totals VALUES (0, 0, 0), (1, 0, 0);
 CREATE TRIGGER IF NOT EXISTS response_added AFTER INSERT ON responses BEGIN
-    UPDATE totals SET count = count + 1, num_bytes = num_bytes + new.num_bytes
-    WHERE is_running = (new.worker IS NOT NULL);
+    INSERT INTO totals VALUES (new.worker IS NOT NULL, new.owner, 1, new.num_bytes)
+    ON CONFLICT DO UPDATE SET count = count + 1, num_bytes = num_bytes + new.num_bytes;
 END;
 CREATE TRIGGER IF NOT EXISTS response_grown AFTER UPDATE OF num_bytes ON responses BEGIN
     UPDATE totals SET num_bytes = num_bytes + new.num_bytes - old.num_bytes
-    WHERE is_running = (new.worker IS NOT NULL);
+    WHERE is_running = (new.worker IS NOT NULL) AND owner = new.owner;
 END;
 CREATE TRIGGER IF NOT EXISTS response_deleted AFTER DELETE ON responses BEGIN
     UPDATE totals SET count = count - 1, num_bytes = num_bytes - old.num_bytes
-    WHERE is_running = (old.worker IS NOT NULL);
+    WHERE is_running = (old.worker IS NOT NULL) AND owner = old.owner;
     DELETE FROM items WHERE response_id = old.id;
 END;
 """
@@ -84,8 +88,10 @@ class Limits:
 class Store:
     """Stores responses, and registers the responses that run in the background.
 
-    If the store is full, the oldest responses that have ended are deleted. A running response is
-    never deleted. If running responses fill the store, a new background response is rejected.
+    If the store is full, responses that have ended are deleted: the oldest ones of the client whose
+    responses need most of the store. A client that stores many responses therefore deletes no
+    responses of other clients. A running response is never deleted. If running responses fill the
+    store, a new background response is rejected.
 
     The responses are in an SQLite database, which several frontend processes can share.
     """
@@ -348,7 +354,10 @@ class Store:
         return int(count), int(num_bytes)
 
     def _delete_oldest_until_free(self, num_bytes: int, num_responses: int = 0) -> bool:
-        """Make space in the store: delete the oldest of the responses that have ended.
+        """Make space in the store: delete responses that have ended.
+
+        The oldest response of the client with the most responses is deleted first. If only the
+        limit on bytes is exceeded, it is the client whose responses have the most bytes.
 
         Returns: False if the store cannot have enough free space, because running responses
             are never deleted.
@@ -361,9 +370,12 @@ class Store:
         # The rows of ended responses have NULL in the column `worker`. After all of these rows are
         # deleted, the new response fits beside the running responses, so the loop ends.
         while not self._fits(len(self) + num_responses, self.num_bytes + num_bytes):
+            has_too_many = len(self) + num_responses > self._limits.count
+            size = "count" if has_too_many else "num_bytes"
             self._database.execute(
-                "DELETE FROM responses WHERE number = "
-                "(SELECT MIN(number) FROM responses WHERE worker IS NULL)"
+                "DELETE FROM responses WHERE number = (SELECT MIN(number) FROM responses WHERE "
+                "worker IS NULL AND owner = (SELECT owner FROM totals WHERE NOT is_running AND "
+                f"count > 0 ORDER BY {size} DESC LIMIT 1))"
             )
         return True
 

@@ -207,6 +207,25 @@ async def test_the_number_of_stored_responses_is_limited_and_the_oldest_are_dele
         assert len(app.state.responses.store) == 2
 
 
+@pytest.mark.parametrize(
+    "limits", [{"max_stored_responses": 5}, {"max_stored_response_bytes": 5000}]
+)
+async def test_a_client_that_stores_many_responses_deletes_no_responses_of_others(
+    backend, tmp_path, limits
+):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[busy]\nkey = "busy-key"\n[other]\nkey = "other-key"\n')
+    async with frontend(backend, api_key_file=str(keys), **limits) as (client, _):
+        client.headers["Authorization"] = "Bearer other-key"
+        kept = await create(client)
+        client.headers["Authorization"] = "Bearer busy-key"
+        made = [await create(client) for _ in range(20)]
+        assert await is_gone(client, made[0]["id"])
+        assert not await is_gone(client, made[-1]["id"])
+        client.headers["Authorization"] = "Bearer other-key"
+        assert not await is_gone(client, kept["id"])
+
+
 async def test_the_bytes_of_stored_responses_are_limited_and_counted(backend):
     limit = 60_000
     async with frontend(backend, max_stored_response_bytes=limit) as (client, app):

@@ -31,7 +31,8 @@ def awq_format(settings: Settings) -> Format:
     of the layer "up_proj". `settings` is the field quantization_config of config.json.
 
     Raises:
-        UnknownVariantError: if the version is not gemm, or if the weights do not have 4 bits.
+        UnknownVariantError: if the version is not gemm, if the weights do not have 4 bits, or if
+            the integers of a word have another order.
     """
     version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     # Some programs name the field "w_bit".
@@ -40,6 +41,13 @@ def awq_format(settings: Settings) -> Format:
         raise UnknownVariantError(
             f"the AWQ version {version} with {bits} bits is not supported. The supported version "
             "is gemm with 4 bits"
+        )
+    # AMD Quark writes this field. Other programs always use the order of AWQ.
+    pack_method = settings.get("pack_method", "reorder")
+    if pack_method != "reorder":
+        raise UnknownVariantError(
+            f"AWQ weights with the pack_method {pack_method!r} (quantization_config of "
+            "config.json) are not supported. The supported pack_method is 'reorder'"
         )
     layout = Layout(
         main=".qweight",

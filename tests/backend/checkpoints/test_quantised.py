@@ -267,6 +267,10 @@ def test_weights_are_rounded_to_the_data_type_of_the_engine(tmp_path):
         ({"quant_method": "aqlm"}, "method 'aqlm'.*supported methods are awq, bitsandbytes"),
         ({"quant_method": "awq", "version": "gemv"}, "AWQ version gemv"),
         ({"quant_method": "awq", "format": "gemv"}, "AWQ version gemv"),
+        (
+            {"quant_method": "awq", "pack_method": "order"},
+            "AWQ weights with the pack_method 'order'",
+        ),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "GPTQ format marlin"),
         ({"quant_method": "gptq", "format": "marlin"}, "GPTQ format marlin"),
         ({"quant_method": "gptq", "bits": 5}, "with 5 bits"),

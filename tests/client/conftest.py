@@ -4,8 +4,8 @@ import functools
 import json
 from contextlib import asynccontextmanager
 
-import httpx
 import pytest
+from fakes.app_client import client_of
 from fakes.fake_backend import FakeBackend
 from fakes.fake_pooling import FakePooling
 from nereid_client.app import create_app
@@ -28,11 +28,7 @@ async def _open_client(backend, pooling=None, **settings):
     app = create_app(Settings(served_model_name="echo", **settings), lambda: backend)
     if pooling is not None:
         app.state.make_pooling = lambda: pooling
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-    ):
+    async with client_of(app) as client:
         yield client
 
 

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def read_blocks(page: Path) -> list[Block]:
         if indent:
             text = re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
         mark = _MARK.search(source[: match.start()])
-        between = source[end_of_last : match.start()].strip()
+        text_between = source[end_of_last : match.start()].strip()
         end_of_last = match.end()
         block = Block(
             page.relative_to(ROOT).as_posix(),
@@ -113,9 +113,9 @@ def read_blocks(page: Path) -> list[Block]:
             mark[1] if mark else "",
             (mark[2] or "") if mark else "",
         )
-        is_output = language in _OUTPUT and not block.mark and "\n\n" not in between
+        is_output = language in _OUTPUT and not block.mark and "\n\n" not in text_between
         if blocks and blocks[-1].is_run and not blocks[-1].output and is_output:
-            blocks[-1] = Block(**{**vars(blocks[-1]), "output": block})
+            blocks[-1] = replace(blocks[-1], output=block)
         else:
             blocks.append(block)
     return blocks

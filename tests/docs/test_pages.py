@@ -79,30 +79,14 @@ class Servers:
         return self._served.output if ports == self.main else self._logs[ports].read_text()
 
     def _start(self, block: Block, command: str, current: Ports) -> Ports:
-        ports = Ports(*free_ports(4))
-        flags = {
-            "--openai-port": ports.openai,
-            "--http-port": ports.http,
-            "--grpc-port": ports.grpc,
-            "--metrics-port": ports.metrics,
-        }
-        if "tritonserver" in command:
-            del flags["--openai-port"]
-        elif "nereid_client" in command:
-            ports = replace(current, openai=ports.openai)
-            flags = {"--port": ports.openai}
-        for flag, number in flags.items():
-            command, num_replaced = re.subn(rf"{flag}[= ]\d+", f"{flag} {number}", command)
-            if not num_replaced:
-                command += f" {flag} {number}"
+        """Start a server with free ports, and return its ports when it is ready."""
+        command, ports = _with_free_ports(command, current)
+        # With `exec`, the server itself gets the signals, and not the shell.
+        script = re.sub(r"(\S+/(?:nereid|tritonserver|python) )", r"exec \1", command)
         log = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "log"
         with log.open("w") as out:
             process = subprocess.Popen(
-                [
-                    "bash",
-                    "-euc",
-                    re.sub(r"(\S+/(?:nereid|tritonserver|python) )", r"exec \1", command),
-                ],
+                ["bash", "-euc", script],
                 cwd=ROOT,
                 env={k: v for k, v in os.environ.items() if not k.startswith("NEREID_")}
                 | self._fork_server,
@@ -112,12 +96,13 @@ class Servers:
             )
         self._running[block.text] = process
         self._logs[ports] = log
+
         url = f"http://127.0.0.1:{ports.openai}/health/ready"
         if "tritonserver" in command:
             url = f"http://127.0.0.1:{ports.http}/v2/health/ready"
-        prints = "nereid: ready" if "nereid serve" in command else ""
+        expected_line = "nereid: ready" if "nereid serve" in command else ""
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while prints not in log.read_text() or not _answers(url):
+        while expected_line not in log.read_text() or not _answers(url):
             assert process.poll() is None, f"{block.place}: {command}\n{log.read_text()[-3000:]}"
             assert time.monotonic() < deadline, f"{block.place}: not ready\n{log.read_text()}"
             time.sleep(0.1)
@@ -163,6 +148,40 @@ def servers(served, fork_server, tmp_path_factory):
         yield Servers(served, fork_server, tmp_path_factory.mktemp("nereid"), stack)
 
 
+def _with_free_ports(command: str, current: Ports) -> tuple[str, Ports]:
+    """Return the command of a server with free ports, and the ports that clients use.
+
+    A frontend (`nereid_client`) belongs to the Triton server with the ports `current`.
+    Example: "nereid serve --http-port 8000" -> "nereid serve --http-port 41234 --grpc-port 41235".
+    """
+    ports = Ports(*free_ports(4))
+    flags = {
+        "--openai-port": ports.openai,
+        "--http-port": ports.http,
+        "--grpc-port": ports.grpc,
+        "--metrics-port": ports.metrics,
+    }
+    if "tritonserver" in command:
+        del flags["--openai-port"]
+    elif "nereid_client" in command:
+        ports = replace(current, openai=ports.openai)
+        flags = {"--port": ports.openai}
+    for flag, number in flags.items():
+        command, num_replaced = re.subn(rf"{flag}[= ]\d+", f"{flag} {number}", command)
+        if not num_replaced:
+            command += f" {flag} {number}"
+    return command, ports
+
+
+def _check_printed_lines(block: Block, servers: Servers, ports: Ports) -> None:
+    """Wait until a server has printed the lines of a block, for at most ten seconds."""
+    deadline = time.monotonic() + 10
+    while lines := unprinted_lines(block, servers.output_of(ports)):
+        message = f"{block.place}: the server did not print {lines}"
+        assert time.monotonic() < deadline, message
+        time.sleep(0.1)
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_run_as_printed(page, servers, tmp_path):
@@ -170,18 +189,13 @@ def test_the_commands_of_a_page_run_as_printed(page, servers, tmp_path):
     for block in read_blocks(page):
         if block.mark == "serves":
             ports = servers.start(block, ports)
-            continue
-        if block.mark == "main":
+        elif block.mark == "main":
             ports = servers.main
-        if block.mark == "printed":
-            deadline = time.monotonic() + 10  # The server may still be printing.
-            while (
-                lines := unprinted_lines(block, servers.output_of(ports))
-            ) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert not lines, f"{block.place}: the server did not print {lines}"
-        if block.is_run:
+        elif block.mark == "printed":
+            _check_printed_lines(block, servers, ports)
+        if block.is_run and block.mark != "serves":
             run_block(block, ports, tmp_path)
+
     later_pages = PAGES[PAGES.index(page) + 1 :]
     servers.stop_all_except([block.text for later in later_pages for block in read_blocks(later)])
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import typer
@@ -105,32 +106,40 @@ def test_the_tensors_page_gives_name_type_and_shape_of_every_tensor(model, side)
 # ---- metrics
 
 
+class FakeMetricFamily:
+    """Stands for the class of Triton's Python backend, and records the created metrics.
+
+    Attributes:
+        kinds: the kind of each metric by its name. A test replaces this dictionary.
+    """
+
+    GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
+    kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *, name, description, kind):
+        assert description
+        self.kinds[name] = kind
+
+    def Metric(self, labels, buckets=None):
+        assert labels["model_name"] in ("llm", "embedding")
+
+
 @pytest.fixture
 def model_metrics(monkeypatch):
     """The names and kinds of the metrics that the Triton models create."""
-    created = {}
-
-    class MetricFamily:
-        GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
-
-        def __init__(self, *, name, description, kind):
-            assert description
-            created[name] = kind
-
-        def Metric(self, labels, buckets=None):
-            assert labels["model_name"] in ("llm", "embedding")
-
-    fake = types.SimpleNamespace(MetricFamily=MetricFamily)
-    monkeypatch.setattr(published_metrics, "pb_utils", fake)
+    kinds = {}
+    monkeypatch.setattr(FakeMetricFamily, "kinds", kinds)
+    pb_utils = types.SimpleNamespace(MetricFamily=FakeMetricFamily)
+    monkeypatch.setattr(published_metrics, "pb_utils", pb_utils)
     EngineMetrics()
     PoolingMetrics("embedding")
-    # The counters NAME_bucket, NAME_sum and NAME_count replace the histogram NAME.
-    replaced = [name.removesuffix("_bucket") for name in created if name.endswith("_bucket")]
-    for name in replaced:
+    # The models create the counters NAME_bucket, NAME_sum and NAME_count for the histogram NAME.
+    histograms = [name.removesuffix("_bucket") for name in kinds if name.endswith("_bucket")]
+    for name in histograms:
         for suffix in ("bucket", "sum", "count"):
-            del created[f"{name}_{suffix}"]
-        created[name] = "histogram"
-    return created
+            del kinds[f"{name}_{suffix}"]
+        kinds[name] = "histogram"
+    return kinds
 
 
 def test_the_metrics_page_lists_every_metric_of_the_models(model_metrics):

@@ -177,6 +177,7 @@ def test_a_large_number_in_a_values_file_stays_an_integer(tmp_path):
     file.write_text(yaml.safe_dump(values))
     command = [HELM, "template", "test", CHART, f"--values={file}"]
     rendered = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
     objects = {item["kind"]: item for item in yaml.safe_load_all(rendered)}
     variables = {entry["name"]: entry["value"] for entry in container(objects)["env"]}
     assert variables["NEREID_MAX_WAITING_TOKENS"] == "4194304"

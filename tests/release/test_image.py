@@ -47,11 +47,12 @@ def test_the_image_serves_a_request_as_an_unprivileged_user_on_a_read_only_root(
             image.command([*image.entrypoint], state), stdout=output, start_new_session=True
         )
     try:
-        while "\ncurl " not in log.read_text():
+        while "\ncurl " not in log.read_text():  # `nereid serve` prints an example when it is ready
             assert server.poll() is None, log.read_text()
             time.sleep(0.5)
         health = subprocess.run(image.command(image.health_check, state), check=False, timeout=60)
         assert health.returncode == 0
+
         body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
         request = urllib.request.Request(
             "http://127.0.0.1:9000/v1/chat/completions",

@@ -43,6 +43,7 @@ def dashboard_queries():
 
 
 def promtool(*arguments):
+    """Run promtool in the folder of the monitoring files, and check that it succeeds."""
     command = ["promtool", *arguments]
     done = subprocess.run(command, cwd=MONITORING, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,10 +57,9 @@ def test_the_alert_rules_pass_their_tests_and_the_configuration_is_valid():
 
 def test_every_alert_has_a_test():
     tests = yaml.safe_load((MONITORING / "alerts_test.yml").read_text())["tests"]
-    tested = {
-        one["alertname"] for test in tests for one in test["alert_rule_test"] if "exp_alerts" in one
-    }
-    assert tested == {rule["alert"] for rule in RULES}
+    checks = itertools.chain.from_iterable(test["alert_rule_test"] for test in tests)
+    tested_alerts = {check["alertname"] for check in checks if "exp_alerts" in check}
+    assert tested_alerts == {rule["alert"] for rule in RULES}
 
 
 @needs_promtool
@@ -142,9 +142,9 @@ def query(url, text):
         return []  # Prometheus has not started yet
 
 
-def wait_for_samples(url, texts):
+def queries_without_samples(url, queries):
     """Wait until all queries have samples. Return the queries without samples after a minute."""
-    missing, deadline = list(texts), time.monotonic() + 60
+    missing, deadline = list(queries), time.monotonic() + 60
     while missing and time.monotonic() < deadline:
         time.sleep(0.5)
         missing = [text for text in missing if not query(url, text)]
@@ -161,7 +161,8 @@ def test_a_real_prometheus_has_samples_for_every_query_of_the_dashboard(tmp_path
         Served(environment={"NEREID_API_KEY_FILE": str(keys)}) as served,
         prometheus(tmp_path, f"127.0.0.1:{served.openai_port}") as url,
     ):
-        assert not wait_for_samples(url, ['up{job="nereid"} == 1'])
+        assert queries_without_samples(url, ['up{job="nereid"} == 1']) == []
+
         bodies = {
             "chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
             "embeddings": {"input": "Hello"},
@@ -172,7 +173,8 @@ def test_a_real_prometheus_has_samples_for_every_query_of_the_dashboard(tmp_path
             for route, body in bodies.items():
                 post(f"{served.openai_url}/{route}", body)
             time.sleep(1)
-        assert not wait_for_samples(url, dashboard_queries())
+        assert queries_without_samples(url, dashboard_queries()) == []
+
         with urllib.request.urlopen(f"{url}/rules", timeout=30) as response:
             (group,) = json.load(response)["data"]["groups"]
         assert {rule["health"] for rule in group["rules"]} == {"ok"}

@@ -122,21 +122,26 @@ class Stream:
         self._has_to_stop = threading.Event()
 
     def read(self):
+        """Send the request and read the stream until it ends or `disconnect` is called.
+
+        Return the stream itself.
+        """
         body = {
             "model": "chat",
             "messages": [{"role": "user", "content": self._text}],
             "max_tokens": self._max_tokens,
             "stream": True,
         }
-        with httpx.stream("POST", f"{self._url}/chat/completions", json=body, timeout=600) as got:
-            if got.status_code != 200:
-                self.error = json.loads(got.read())["error"]
+        url = f"{self._url}/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=600) as response:
+            if response.status_code != 200:
+                self.error = json.loads(response.read())["error"]
                 return self
-            self.replica = got.headers[REPLICA_HEADER]
-            for line in got.iter_lines():
+            self.replica = response.headers[REPLICA_HEADER]
+            for line in response.iter_lines():
                 self._read_line(line.removeprefix("data: "))
                 if self._has_to_stop.is_set():
-                    return self
+                    break
         return self
 
     def _read_line(self, data):
@@ -174,16 +179,17 @@ def tokens_per_s(url, num_clients=16, duration_s=20):
 
     Each client sends its next request when it has received the response to its previous request.
     """
-    finished, end = [], time.monotonic() + duration_s
-
-    def send(client):
-        while time.monotonic() < end:
-            finished.append(Stream(url, f"{client} {time.time()}").read().is_complete)
-
     started = time.monotonic()
+    are_complete = []
+
+    def send_requests(client):
+        while time.monotonic() < started + duration_s:
+            stream = Stream(url, f"{client} {time.time()}").read()
+            are_complete.append(stream.is_complete)
+
     with ThreadPoolExecutor(num_clients) as threads:
-        list(threads.map(send, range(num_clients)))
-    return NUM_TOKENS * sum(finished) / (time.monotonic() - started)
+        list(threads.map(send_requests, range(num_clients)))
+    return NUM_TOKENS * sum(are_complete) / (time.monotonic() - started)
 
 
 def wait_until(is_true, limit_s=600.0):
@@ -248,23 +254,32 @@ def test_errors_of_a_server_and_of_the_ingress_reach_the_client(url, deploy):
     assert httpx.get(f"{url}/models", timeout=60).json()["data"][0]["id"] == "chat"
 
 
+def wait_for_more_tokens(stream):
+    """Wait until a stream has received three more tokens, which proves that it goes on."""
+    num_tokens = stream.num_tokens + 3
+    wait_until(lambda: stream.num_tokens >= num_tokens)
+
+
 def test_only_the_streams_of_a_lost_node_fail_and_its_server_is_replaced(cluster, url, deploy):
     deploy(replicas=2)
     streams = [Stream(url, f"{time.time()} {n}", 3000) for n in range(2 * MAX_NUM_SEQS)]
     with reading(streams, one_by_one=True):
-        (other,) = cluster.worker_nodes
-        cluster.remove_node(other, allow_graceful=False)
+        (node,) = cluster.worker_nodes
+        cluster.remove_node(node, allow_graceful=False)
         wait_until(lambda: any(stream.error for stream in streams))
-        (lost,) = {stream.replica for stream in streams if stream.error}
-        kept = [stream for stream in streams if stream.replica != lost]
-        wait_until(lambda: all(stream.error for stream in streams if stream not in kept))
-        counts = [stream.num_tokens for stream in kept]
-        wait_until(lambda: all(one.num_tokens > n + 2 for one, n in zip(kept, counts, strict=True)))
-        for stream in kept:
+        (lost_replica,) = {stream.replica for stream in streams if stream.error}
+        lost_streams = [stream for stream in streams if stream.replica == lost_replica]
+        other_streams = [stream for stream in streams if stream.replica != lost_replica]
+        wait_until(lambda: all(stream.error for stream in lost_streams))
+        for stream in other_streams:
+            wait_for_more_tokens(stream)
+        for stream in other_streams:
             stream.disconnect()
-    assert 0 < len(kept) < len(streams)
-    assert not any(stream.error for stream in kept)
-    assert {stream.error["code"] for stream in streams if stream not in kept} == {"server_lost"}
+    assert lost_streams
+    assert other_streams
+    assert not any(stream.error for stream in other_streams)
+    assert {stream.error["code"] for stream in lost_streams} == {"server_lost"}
+
     # The server on the head node still answers. After a new node is added, two servers answer.
     assert Stream(url, "alone", 2).read().is_complete
     cluster.add_node(**NODE)
@@ -298,12 +313,14 @@ def test_waiting_requests_and_the_use_of_the_kv_cache_decide_the_number_of_serve
         "num_requests_waiting": dict(enumerate(waiting)),
         "kv_cache_usage_perc": dict(enumerate(usage)),
     }
-    count = len(waiting)
+    num_servers_now = len(waiting)
     context = SimpleNamespace(
-        aggregated_metrics=metrics, current_num_replicas=count, target_num_replicas=count
+        aggregated_metrics=metrics,
+        current_num_replicas=num_servers_now,
+        target_num_replicas=num_servers_now,
     )
-    wanted, _ = ScaleWithLoad(waiting_requests=8, kv_cache_usage=0.8)(context)
-    assert wanted == pytest.approx(expected)
+    num_wanted_servers, _ = ScaleWithLoad(waiting_requests=8, kv_cache_usage=0.8)(context)
+    assert num_wanted_servers == pytest.approx(expected)
 
 
 def test_wrong_options_are_rejected():

@@ -88,14 +88,13 @@ def share_of_hits(url, servers, salt):
         salt: the first word of each conversation. It must be a new word, so that no earlier request
             has filled the prefix caches with these conversations.
     """
-    before = counters(servers)
+    num_queries_before, num_hits_before = counters(servers)
     for turn, conversation in itertools.product(range(6), range(8)):
         system = f"{salt} {conversation} " + f"rule {conversation} of the house. " * 40
         assert ask(url, f"Question {turn}", system) == 200
-    after = counters(servers)
-    queries, hits = (late - early for early, late in zip(before, after, strict=True))
-    assert queries > 0
-    return hits / queries
+    num_queries, num_hits = counters(servers)
+    assert num_queries > num_queries_before
+    return (num_hits - num_hits_before) / (num_queries - num_queries_before)
 
 
 def counters(servers):
@@ -135,12 +134,13 @@ def test_no_request_fails_while_a_server_drains_and_stops(routers, servers):
     threads = [threading.Thread(target=send, args=item) for item in routers.items()]
     for thread in threads:
         thread.start()
-    time.sleep(3)
+    time.sleep(3)  # some requests before the stop
     assert servers[1].stop() == 0
-    time.sleep(5)
+    time.sleep(5)  # some requests after the stop
     has_ended.set()
     for thread in threads:
         thread.join()
-    for name, found in statuses.items():
-        assert len(found) > 10, name
-        assert set(found) == {200}, name
+
+    for name, statuses_of_router in statuses.items():
+        assert len(statuses_of_router) > 10, name
+        assert set(statuses_of_router) == {200}, name

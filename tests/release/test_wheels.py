@@ -66,6 +66,11 @@ def test_a_wheel_contains_its_modules_the_licence_and_the_version(parsers_wheels
     assert wheel.name.split("-")[1] in next(name for name in names if name.endswith("METADATA"))
 
 
+def hashes_of_files(folder):
+    """Return the SHA-256 of each file of a folder, by the name of the file."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FOLDERS)
@@ -84,13 +89,13 @@ def test_two_builds_of_a_release_are_equal(tmp_path, monkeypatch, name):
     for path in filter(Path.is_file, second.rglob("*")):
         path.chmod(0o600)
         os.utime(path, (1e9, 1e9))
-    hashes = []
-    for folder in (first, second):
-        wheel = build_wheel(name, tmp_path / "dist" / folder.name, folder=folder)
-        built = {path.name: path.read_bytes() for path in wheel.parent.iterdir()}
-        hashes.append({name: hashlib.sha256(data).hexdigest() for name, data in built.items()})
-    assert len(built) == 2  # a wheel and a source distribution
-    assert hashes[0] == hashes[1]
+
+    wheel = build_wheel(name, tmp_path / "dist" / "first", folder=first)
+    second_wheel = build_wheel(name, tmp_path / "dist" / "second", folder=second)
+
+    hashes = hashes_of_files(wheel.parent)
+    assert len(hashes) == 2  # a wheel and a source distribution
+    assert hashes_of_files(second_wheel.parent) == hashes
     files = zipfile.ZipFile(wheel).infolist()
     assert {file.date_time for file in files} == {date.timetuple()[:6]}
     kernels = [file.filename for file in files if "/precompiled/" in file.filename]
@@ -109,32 +114,34 @@ def copy_files(source: Path, target: Path, names: Iterable[str | Path]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.triton
 def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_path):
-    wheels = [build_wheel(name, tmp_path / "dist") for name in FOLDERS]
-    by_name = dict(zip(FOLDERS, wheels, strict=True))
-    names = zipfile.ZipFile(by_name["nereid"]).namelist()
+    wheels = {name: build_wheel(name, tmp_path / "dist") for name in FOLDERS}
+    names = zipfile.ZipFile(wheels["nereid"]).namelist()
     assert "nereid/model_repository/llm/config.pbtxt" in names
     assert "nereid/demo/chat/model.safetensors" in names
-    names = zipfile.ZipFile(by_name["backend"]).namelist()
-    assert {"avx2.so", "avx512_bf16.so"} <= {Path(n).name for n in names if "precompiled" in n}
+    paths_of_backend = map(Path, zipfile.ZipFile(wheels["backend"]).namelist())
+    kernels = {path.name for path in paths_of_backend if "precompiled" in path.parts}
+    assert kernels >= {"avx2.so", "avx512_bf16.so"}
 
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", environment)
     python, nereid = environment / "bin" / "python", environment / "bin" / "nereid"
     constraints = ROOT / "constraints.txt"
-    run(python, "-m", "pip", "install", "--quiet", "-c", constraints, *wheels)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    run(nereid, "install-server", folder=empty)
+    run(python, "-m", "pip", "install", "--quiet", "-c", constraints, *wheels.values())
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    run(nereid, "install-server", folder=folder)
+
     ports = dict(zip(("http", "grpc", "metrics", "openai"), free_ports(4), strict=True))
     flags = [f"--{name}-port={port}" for name, port in ports.items()]
     variables = {k: v for k, v in os.environ.items() if not k.startswith("NEREID_")}
     variables |= {"XDG_STATE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     variables["PATH"] = str(folder_without_compilers(tmp_path))
     server = subprocess.Popen(
-        [nereid, "serve", *flags], cwd=empty, env=variables, text=True, stdout=subprocess.PIPE
+        [nereid, "serve", *flags], cwd=folder, env=variables, text=True, stdout=subprocess.PIPE
     )
     try:
         assert server.stdout is not None
+        # `nereid serve` prints an example with curl when it is ready.
         assert any(line.startswith("curl ") for line in server.stdout)
         body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
         request = urllib.request.Request(

@@ -7,8 +7,8 @@ import json
 import time
 from types import SimpleNamespace
 
-import httpx
 import pytest
+from fakes.app_client import client_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_client.app import create_app
@@ -36,11 +36,7 @@ def body(text, **fields):
 async def gated(backend):
     """A client and the gate of an application in which two requests, the maximum, are running."""
     app = create_app(Settings(served_model_name="echo", max_concurrent_requests=2), lambda: backend)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-    ):
+    async with client_of(app) as client:
         path = "/v1/chat/completions"
         running = [asyncio.create_task(client.post(path, json=body(SLOW))) for _ in range(2)]
         while len(backend.active) < 2:

@@ -1,13 +1,12 @@
 """Tests of the frontend's metrics page, `GET /metrics`."""
 
 import asyncio
-import http.server
-import threading
 from pathlib import Path
 
-import httpx
 import pytest
+from fakes.app_client import client_of
 from fakes.fake_backend import FakeBackend
+from fakes.page_server import serve_page
 from nereid_client.app import create_app
 from nereid_client.middleware.request_metrics import SUPERVISOR_USER_AGENT
 from nereid_client.settings import Settings
@@ -157,11 +156,7 @@ async def test_a_body_that_grows_over_the_limit_is_counted_once(connect):
 )
 async def test_a_full_or_stopping_frontend_counts_rejected_requests(is_draining, limit, status):
     app = create_app(Settings(served_model_name="echo", max_concurrent_requests=1), FakeBackend)
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-    ):
+    async with client_of(app) as client:
         app.state.gate.enter()  # as if one request, the maximum, were running
         app.state.gate.is_draining = is_draining
         response = await client.post("/v1/embeddings", json={"input": "a"})
@@ -231,22 +226,8 @@ async def test_the_first_burst_after_a_start_is_not_limited_by_the_servers_own_c
 @pytest.fixture
 def server_metrics():
     """The URL of a page with the content `SERVER_PAGE`, which stands for Triton's metrics page."""
-
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(SERVER_PAGE)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/metrics"
-        server.shutdown()
-        thread.join()
+    with serve_page(lambda: SERVER_PAGE) as url:
+        yield f"{url}/metrics"
 
 
 async def test_the_page_contains_the_metrics_of_the_triton_server(connect, server_metrics):

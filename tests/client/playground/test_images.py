@@ -46,6 +46,7 @@ def ask(page, text):
 def test_dropped_pasted_and_chosen_images_are_sent_with_the_text(page, sent):
     drop(page, "first.png")
     attached(page).nth(0).wait_for()
+
     arguments = ["#prompt", "paste", "clipboardData", "second.png", "image/png", PIXEL]
     page.evaluate(_SEND_FILES, arguments)
     attached(page).nth(1).wait_for()
@@ -61,9 +62,9 @@ def test_dropped_pasted_and_chosen_images_are_sent_with_the_text(page, sent):
     text = {"type": "text", "text": "What are these?"}
     assert sent()[-1]["content"] == [image, image, text]
     assert attached(page).count() == 0
-    shown = page.locator(".message.user img")
-    assert shown.count() == 2
-    assert shown.first.evaluate("image => image.complete && image.naturalWidth") == 1
+    sent_images = page.locator(".message.user img")
+    assert sent_images.count() == 2
+    assert sent_images.first.evaluate("image => image.complete && image.naturalWidth") == 1
 
 
 def test_an_edited_message_keeps_its_image(page, sent):

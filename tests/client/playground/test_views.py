@@ -1,15 +1,14 @@
 """Tests of the playground's other views, its API key and its accessibility, in a real Chromium."""
 
 import contextlib
-import http.server
 import itertools
-import threading
 
 import httpx
 import pytest
 from client.playground.conftest import KEY
 from fakes.fake_backend import FakeBackend
 from fakes.live_frontend import live_frontend
+from fakes.page_server import serve_page
 
 WIDTHS = [
     pytest.param(1280, "light", marks=pytest.mark.long),
@@ -67,34 +66,25 @@ def test_a_missing_model_is_an_error_in_its_view(open_page, guarded_url):
 @contextlib.contextmanager
 def metrics_server():
     """Serve a metrics page whose counters increase with each request, and yield its URL."""
-    number = itertools.count(1)
+    numbers = itertools.count(1)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            n = next(number)
-            self.send_response(200)
-            self.end_headers()
-            lines = [
-                'nereid:num_requests_running{model_name="llm"} 3',
-                'nereid:num_requests_waiting{model_name="llm"} 1',
-                'nereid:kv_cache_blocks_used{engine="0",model_name="llm"} 10',
-                'nereid:kv_cache_blocks_used{engine="1",model_name="llm"} 40',
-                'nereid:kv_cache_blocks{engine="0",model_name="llm"} 100',
-                'nereid:kv_cache_blocks{engine="1",model_name="llm"} 100',
-                f'nereid:generation_tokens_total{{model_name="llm"}} {1000 * n}',
-                f'nereid:time_to_first_token_seconds_sum{{model_name="llm"}} {0.5 * n}',
-                f'nereid:time_to_first_token_seconds_count{{model_name="llm"}} {10 * n}',
-            ]
-            self.wfile.write("\n".join([*lines, ""]).encode())
+    def page():
+        number = next(numbers)
+        lines = [
+            'nereid:num_requests_running{model_name="llm"} 3',
+            'nereid:num_requests_waiting{model_name="llm"} 1',
+            'nereid:kv_cache_blocks_used{engine="0",model_name="llm"} 10',
+            'nereid:kv_cache_blocks_used{engine="1",model_name="llm"} 40',
+            'nereid:kv_cache_blocks{engine="0",model_name="llm"} 100',
+            'nereid:kv_cache_blocks{engine="1",model_name="llm"} 100',
+            f'nereid:generation_tokens_total{{model_name="llm"}} {1000 * number}',
+            f'nereid:time_to_first_token_seconds_sum{{model_name="llm"}} {0.5 * number}',
+            f'nereid:time_to_first_token_seconds_count{{model_name="llm"}} {10 * number}',
+        ]
+        return "\n".join([*lines, ""]).encode()
 
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/metrics"
-    server.shutdown()
-    server.server_close()
+    with serve_page(page) as url:
+        yield f"{url}/metrics"
 
 
 def test_gauges_follow_the_metrics(open_page):
@@ -138,15 +128,17 @@ def test_the_key_opens_the_page_and_is_sent_with_each_request(open_page, guarded
 
 
 def test_the_page_loads_nothing_from_elsewhere(open_page, frontend, browser):
-    url = frontend[1]
+    _, url = frontend
     page = browser.new_page()
-    urls = []
-    page.on("request", lambda request: urls.append(request.url.removeprefix("data:,")))
+    requested_urls = []
+    page.on("request", lambda request: requested_urls.append(request.url))
     page.goto(url)
     page.wait_for_selector("#model option", state="attached")
     page.close()
-    assert urls
-    assert all(address.startswith(url) for address in filter(None, urls))
+
+    assert requested_urls
+    # The empty URL "data:," is the page's icon.
+    assert all(other.startswith(url) or other == "data:," for other in requested_urls)
     policy = httpx.get(url).headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; connect-src 'self'")
     assert "unsafe" not in policy
@@ -218,10 +210,10 @@ def violations(axe, page, rules):
 
     If the page is wider than the window, the result also contains the number of excess pixels.
     """
-    found = [
+    messages = [
         f"{rule['id']}: {node['html']}"
         for rule in axe.run(page, options=rules).response["violations"]
         for node in rule["nodes"]
     ]
-    overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    return found + ([f"{overflow} pixels too wide"] if overflow > 0 else [])
+    excess = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    return messages + ([f"{excess} pixels too wide"] if excess > 0 else [])

@@ -4,8 +4,8 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
-import httpx
 import pytest
+from fakes.app_client import client_of
 from fakes.fake_backend import FakeBackend
 from fakes.response_events import StreamCheck, text_of
 from nereid_client.app import create_app
@@ -22,11 +22,7 @@ CALL = '<think>why</think>ok<tool_call>{"name": "f", "arguments": {"a": 1}}</too
 @asynccontextmanager
 async def frontend(backend, **settings):
     app = create_app(Settings(served_model_name="echo", **settings), lambda: backend)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-    ):
+    async with client_of(app) as client:
         yield client, app
 
 

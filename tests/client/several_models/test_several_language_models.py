@@ -1,7 +1,7 @@
 """Tests of requests to a frontend that serves several language models."""
 
-import httpx
 import pytest
+from fakes.app_client import client_of
 from fakes.fake_backend import FakeBackend
 from fakes.fake_pooling import FakePooling
 from nereid_client import app as app_module
@@ -61,11 +61,7 @@ async def client(monkeypatch, backends):
     monkeypatch.setattr(app_module, "create_contexts", lambda *_: contexts)
     app = app_module.create_app(Settings())
     app.state.make_pooling = FakePooling
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-    ):
+    async with client_of(app) as client:
         yield client
 
 

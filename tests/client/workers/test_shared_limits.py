@@ -7,8 +7,8 @@ import resource
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-import httpx
 import pytest
+from fakes.app_client import client_of
 from fakes.fake_backend import FakeBackend
 from nereid_client.app import create_app
 from nereid_client.errors import ApiError
@@ -142,11 +142,7 @@ async def test_a_response_of_a_worker_that_ended_is_unavailable(tmp_path):
     limits = Limits(count=3, num_bytes=10_000, age_s=60)
     store_of_other_worker = Store(limits, path=place.responses_path, worker=1)
     store_of_other_worker.begin(Run(), 100)
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-    ):
+    async with client_of(app) as client:
         answer = await client.get("/v1/responses/resp_1")
         abortion = await client.post("/abort_request", json={"abort_all": True})
     store_of_other_worker.close()

@@ -32,7 +32,7 @@ def awq_format(settings: Settings) -> Format:
 
     Raises:
         UnknownVariantError: if the version is not gemm, if the weights do not have 4 bits, or if
-            the integers of a word have another order.
+            the integers of a word have another order or are signed.
     """
     version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     # Some programs name the field "w_bit".
@@ -48,6 +48,12 @@ def awq_format(settings: Settings) -> Format:
         raise UnknownVariantError(
             f"AWQ weights with the pack_method {pack_method!r} (quantization_config of "
             "config.json) are not supported. The supported pack_method is 'reorder'"
+        )
+    # Other programs store unsigned integers even if the weights are symmetric.
+    if "pack_method" in settings and settings.get("zero_point") is False:
+        raise UnknownVariantError(
+            "symmetric AWQ weights of AMD Quark (pack_method and zero_point false in "
+            "quantization_config of config.json), which are signed integers, are not supported"
         )
     layout = Layout(
         main=".qweight",

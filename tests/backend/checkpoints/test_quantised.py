@@ -268,6 +268,10 @@ def test_weights_are_rounded_to_the_data_type_of_the_engine(tmp_path):
         ({"quant_method": "awq", "version": "gemv"}, "AWQ version gemv"),
         ({"quant_method": "awq", "format": "gemv"}, "AWQ version gemv"),
         (
+            {"quant_method": "awq", "pack_method": "reorder", "zero_point": False},
+            "symmetric AWQ weights of AMD Quark",
+        ),
+        (
             {"quant_method": "awq", "pack_method": "order"},
             "AWQ weights with the pack_method 'order'",
         ),

@@ -109,7 +109,7 @@ def _check_size(value: object) -> object:
 
 
 def _parse_adapters(value: object) -> dict[Any, Any]:
-    """Return the adapters in a setting, as a dict of folders by name. A dict is not changed.
+    """Return the adapters in a setting, as a dict of folders by name. Return a dict unchanged.
 
     Example: the text "a=/x,b=/y" returns {"a": "/x", "b": "/y"}.
 

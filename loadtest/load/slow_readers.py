@@ -1,4 +1,4 @@
-"""Measure what clients that stop reading cost: memory of the server, and time of other clients.
+"""Measure the cost of clients that stop reading: memory of the server, delay of other clients.
 
     python -m loadtest.load.slow_readers [--stalled 8]
 

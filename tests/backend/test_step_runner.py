@@ -141,7 +141,7 @@ def test_right_drafts_are_kept_and_the_first_wrong_one_is_replaced():
 
 
 def test_drafts_do_not_change_the_distribution():
-    """The frequencies of the first two tokens over 6000 seeds fit the exact probabilities."""
+    """With 6000 seeds, the frequencies of the first two tokens fit the exact probabilities."""
     vocab_size, count = 6, 6000
     path = HashedPath(vocab_size, spread=1.0)
     params = {"temperature": 1.2, "top_p": 0.9, "frequency_penalty": 0.4}

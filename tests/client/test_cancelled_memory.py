@@ -59,7 +59,7 @@ async def stream(backend, prompt):
 
 
 async def cancel_one(coroutine, number):
-    """Start a call and cancel it. Each number waits for another time, so that states differ."""
+    """Start a call, wait, and cancel the call. The waiting time grows with `number`."""
     task = asyncio.create_task(coroutine)
     await asyncio.sleep(0.01 + 0.002 * number)
     task.cancel()

@@ -191,7 +191,8 @@ def _kinds_in_content(layout: Sections, calls: CompiledCalls, content_only_kinds
     return _merge_lowest_priority_first(
         calls.kinds,
         _closing_kinds(layout.reasoning),
-        # Outside the reasoning, a marker that both opens and closes reasoning opens the reasoning.
+        # The same marker may stand before and after the reasoning. Outside the reasoning, such a
+        # marker opens the reasoning.
         _opening_kinds(layout.reasoning),
         marker_kinds(_content_words(layout.content), MarkerKind.CONTENT_WORDS),
         content_only_kinds,

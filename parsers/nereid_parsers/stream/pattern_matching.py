@@ -13,7 +13,7 @@ from nereid_parsers.pattern_syntax import split_pattern
 
 
 class Mismatch(Enum):
-    """The result of a function that matches a text, if the text does not match.
+    """The reason why a text does not match a pattern. Functions that match texts return it.
 
     NEED_MORE  The text is the beginning of a match, which more text could complete.
     NO_MATCH   No further text could complete a match.

@@ -167,8 +167,8 @@ def _combine_layouts(
     if is_reasoning_chosen:
         reasoning = chosen.reasoning  # None if the user chose that the model writes no reasoning.
     else:
-        # The chosen format may declare reasoning beside its tool calls. The files of the checkpoint
-        # are preferred, because the user did not choose this reasoning.
+        # The user chose this format only for tool calls, although it may also have reasoning
+        # markers. Therefore, the reasoning markers in the files of the checkpoint are preferred.
         reasoning = from_files.reasoning or chosen.reasoning
     return Sections(
         reasoning=reasoning,

@@ -123,7 +123,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     answers = _rendered_answers(prober)
     turn_start = _find_turn_start(prober, prompts, answers)
     # The header of a user's message has the same form as the header of an assistant message.
-    # Therefore, it shows where the header ends and the answer starts.
+    # Therefore, the user's header shows where the assistant's header ends and the answer starts.
     user_header = _user_header(_rendered_question(prober))
     return _drop_start_of_answer(turn_start, answers, user_header)
 

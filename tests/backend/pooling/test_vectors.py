@@ -375,7 +375,7 @@ def test_the_length_limit_in_the_checkpoints_files_may_have_several_forms(
 
 @pytest.fixture
 def lexical_folder(encoder_of, tmp_path):
-    """The folder of a checkpoint in the layout of BGE-M3, and its two additional linear layers."""
+    """Return a checkpoint folder in the layout of BGE-M3, and its two additional linear layers."""
     folder = copy_of(encoder_of("xlm-roberta"), tmp_path)
     add_modules(folder, pooling("cls"), NORMALIZE)
     torch.manual_seed(2)

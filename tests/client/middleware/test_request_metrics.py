@@ -54,7 +54,7 @@ def refused(limit, status):
 
 
 def requests(route, status):
-    """Return the key of the sample that counts the requests of a route that got a status."""
+    """Return the key of the metric that counts the requests of a route by their HTTP status."""
     return ("nereid_frontend_requests_total", ("route", route), ("status", str(status)))
 
 

@@ -44,7 +44,7 @@ def scripted_children():
     return [child for child in children if any("scripted_child" in arg for arg in child.cmdline())]
 
 
-# A number of messages that is never reached, so that `receive` ends only with an error.
+# A process never sends so many messages, so `receive` ends only with an error.
 FOREVER = 10**9
 
 

@@ -32,23 +32,25 @@ def make_sequence(name: str, prompt: list[int], max_tokens: int = 5, **params) -
 
 
 def commit(scheduler, plan, token=9):
-    sampled = [Sampled([token], [-0.5]) for chunk in plan.chunks if chunk.samples]
+    """Commit a step in which each sequence that samples gets `token`. Return the updates."""
+    sampled = [Sampled([token], logprobs=[-0.5]) for chunk in plan.chunks if chunk.samples]
     return scheduler.commit(plan, StepResult(sampled))
 
 
 def summary(plan):
+    """Return the name, the first token, the number of tokens and `samples` of each chunk."""
     return [(c.sequence.request_id, c.start, c.num_tokens, c.samples) for c in plan.chunks]
 
 
 def test_a_long_prompt_is_cut_into_chunks_that_fill_the_budget():
     scheduler = make_scheduler(budget=8)
     scheduler.add(make_sequence("a", list(range(2, 22))))
-    seen = []
+    chunks = []
     for _ in range(3):
         plan = scheduler.plan()
-        seen += summary(plan)
+        chunks += summary(plan)
         commit(scheduler, plan)
-    assert seen == [("a", 0, 8, False), ("a", 8, 8, False), ("a", 16, 4, True)]
+    assert chunks == [("a", 0, 8, False), ("a", 8, 8, False), ("a", 16, 4, True)]
 
 
 def test_single_tokens_share_steps_with_chunks_and_come_first():
@@ -148,7 +150,8 @@ def test_an_error_of_one_request_leaves_the_others_running():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", [2]))
     scheduler.add(make_sequence("b", [2]))
-    result = StepResult([Sampled([], [], "not finite"), Sampled([9], [-0.5])])
+    failure = Sampled(token_ids=[], logprobs=[], error="not finite")
+    result = StepResult([failure, Sampled([9], [-0.5])])
     first, second = scheduler.commit(scheduler.plan(), result)
     assert (first.finish_reason, first.error) == ("error", "not finite")
     assert second.finish_reason is None
@@ -159,22 +162,24 @@ def test_every_request_ends_within_60_steps_while_new_requests_arrive():
     scheduler = make_scheduler(num_blocks=32, max_num_seqs=8, budget=16)
     model = ScriptedModel(32)
     rng = random.Random(3)
-    added: dict[str, int] = {}
-    waits: list[int] = []
+    arrival_steps: dict[str, int] = {}  # of the requests that have not ended
+    durations: list[int] = []
     for step in range(600):
         name = f"r{step}"
         if scheduler.num_waiting < 10:
-            scheduler.add(make_sequence(name, [rng.randrange(2, 40) for _ in range(9)], 6))
-            added[name] = step
+            prompt = [rng.randrange(2, 40) for _ in range(9)]
+            scheduler.add(make_sequence(name, prompt, max_tokens=6))
+            arrival_steps[name] = step
         plan = scheduler.plan()
         for update in scheduler.commit(plan, model.run(plan)):
             if update.finish_reason is not None:
-                waits.append(step - added.pop(update.request_id))
-    assert max(waits) < 60
-    assert all(step > 500 for step in added.values())
+                durations.append(step - arrival_steps.pop(update.request_id))
+    assert max(durations) < 60
+    assert all(step > 500 for step in arrival_steps.values())
 
 
 def sequences(plan):
+    """Return the index of the sequence, and the numbers of `summary`, for each chunk."""
     return [(c.sequence.index, c.start, c.num_tokens, c.samples) for c in plan.chunks]
 
 
@@ -223,7 +228,8 @@ def test_one_sequence_can_be_aborted_and_the_others_go_on():
     scheduler = make_scheduler(budget=16)
     scheduler.add(make_sequence("a", [2, 3, 4], n=3))
     scheduler.abort("a", 0)
-    (update,) = scheduler.commit(plan := scheduler.plan(), StepResult([Sampled([9], [-0.5])]))[:1]
+    plan = scheduler.plan()
+    update, *_ = commit(scheduler, plan)
     assert (update.index, update.finish_reason) == (0, "abort")
     assert sequences(plan) == [(1, 0, 3, True)]
     assert sequences(scheduler.plan()) == [(1, 3, 1, True), (2, 2, 1, True)]
@@ -309,13 +315,13 @@ def test_a_prompt_that_cannot_be_divided_gets_its_own_step_if_it_exceeds_the_bud
     scheduler.add(make_sequence("a", [2, 3], max_tokens=9))
     commit(scheduler, scheduler.plan())
     scheduler.add(make_sequence("b", [4] * 20, max_tokens=9))
-    seen = []
+    steps = []
     for _ in range(3):
         plan = scheduler.plan()
-        seen.append(summary(plan))
+        steps.append(summary(plan))
         commit(scheduler, plan)
-    assert seen[:2] == [[("a", 2, 1, True)], [("b", 0, 20, True)]]
-    assert seen[2] == [("a", 3, 1, True), ("b", 20, 1, True)]
+    assert steps[:2] == [[("a", 2, 1, True)], [("b", 0, 20, True)]]
+    assert steps[2] == [("a", 3, 1, True), ("b", 20, 1, True)]
 
 
 def test_each_sequence_computes_the_prompt_if_blocks_cannot_be_shared():
@@ -387,11 +393,11 @@ def test_draft_tokens_are_appended_up_to_the_first_wrong_token():
 def test_drafts_stop_for_a_request_whose_drafts_are_wrong():
     scheduler = make_scheduler(num_blocks=64, drafter=PromptLookup(2))
     scheduler.add(make_sequence("a", [2, 3, 4] * 4, max_tokens=100))
-    widths = []
+    step_sizes = []
     for step in range(60):
         plan = scheduler.plan()
-        widths.append(plan.num_tokens)
+        step_sizes.append(plan.num_tokens)
         # Each draft is wrong, because the tokens 2, 3, 4 are followed by another token each time.
         commit(scheduler, plan, token=[2, 3, 4, 100 + step][step % 4])
-    assert max(widths[1:24]) > 1
-    assert max(widths[30:55]) == 1
+    assert max(step_sizes[1:24]) > 1
+    assert max(step_sizes[30:55]) == 1

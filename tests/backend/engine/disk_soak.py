@@ -27,7 +27,8 @@ from backend.tiny_models import VOCAB_SIZE
 
 from backend import shrink
 
-_DISK_BYTES = 400_000
+_DISK_BYTES = 400_000  # less than all prompts need, so that files are also deleted
+_NUM_PROMPTS = 40
 
 
 def prompts() -> list[list[int]]:
@@ -36,19 +37,19 @@ def prompts() -> list[list[int]]:
     stems = [[rng.randrange(3, VOCAB_SIZE) for _ in range(90)] for _ in range(4)]
     return [
         [*rng.choice(stems)[: rng.randint(20, 90)], *(rng.randrange(3, 300) for _ in range(6))]
-        for _ in range(40)
+        for _ in range(_NUM_PROMPTS)
     ]
 
 
 def answers_of(folder: Path, numbers: list[int], **settings) -> list[tuple[list[int], int]]:
     """Return the answer to each prompt in `numbers`, and the number of its cached tokens."""
     engine = open_engine(folder, max_model_len=128, **settings)
-    found = []
+    answers = []
     for number in numbers:
-        output = engine.generate([prompts()[number]], PARAMS)[0]
-        found.append((output.outputs[0].token_ids, output.num_cached_tokens))
+        (output,) = engine.generate([prompts()[number]], PARAMS)
+        answers.append((output.outputs[0].token_ids, output.num_cached_tokens))
     engine.close()
-    return found
+    return answers
 
 
 def run_child(folder: Path, disk: str, seed: int, writer: int) -> None:
@@ -58,7 +59,7 @@ def run_child(folder: Path, disk: str, seed: int, writer: int) -> None:
         folder, max_model_len=128, prefix_cache_disk=disk, prefix_cache_disk_bytes=_DISK_BYTES
     )
     while True:
-        numbers = rng.choices(range(40), k=3)
+        numbers = rng.choices(range(_NUM_PROMPTS), k=3)
         outputs = engine.generate([prompts()[number] for number in numbers], PARAMS)
         engine.check()
         for number, output in zip(numbers, outputs, strict=True):
@@ -66,37 +67,40 @@ def run_child(folder: Path, disk: str, seed: int, writer: int) -> None:
             os.write(writer, (json.dumps(row) + "\n").encode())
 
 
+def answers_before_kill(folder: Path, disk: str, seed: int, delay_s: float) -> list[list]:
+    """Run a child process, kill it `delay_s` after its first answer, and return its answers.
+
+    An answer consists of the number of the prompt, the tokens and the number of cached tokens.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        run_child(folder, disk, seed, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        first_line = stream.readline()  # The time for loading varies, so wait for an answer first.
+        time.sleep(delay_s)
+        os.kill(child, signal.SIGKILL)
+        lines = [first_line.rstrip(), *stream.read().split(b"\n")]
+    os.waitpid(child, 0)
+    return [json.loads(line) for line in lines if line.endswith(b"]")]
+
+
 def soak(folder: Path, seconds: float) -> tuple[int, int, int, int]:
     """Return the numbers of answers, wrong answers, killed processes and cached tokens."""
-    expected = [
-        tokens for tokens, _ in answers_of(folder, list(range(40)), enable_prefix_caching=False)
-    ]
+    numbers = list(range(_NUM_PROMPTS))
+    expected = [tokens for tokens, _ in answers_of(folder, numbers, enable_prefix_caching=False)]
     rng = random.Random(2)
     num_answers = num_wrong = num_killed = num_cached = 0
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as disk:
-        while time.monotonic() < end:
-            reader, writer = os.pipe()
-            child = os.fork()
-            if child == 0:
-                os.close(reader)
-                run_child(folder, disk, num_killed, writer)
-            os.close(writer)
-            with os.fdopen(reader, "rb") as stream:
-                # The random time begins with the child's first answer, because the time for loading
-                # varies.
-                first = stream.readline()
-                time.sleep(rng.uniform(0, 1.5))
-                os.kill(child, signal.SIGKILL)
-                rows = [first, *stream.read().split(b"\n")]
-            os.waitpid(child, 0)
+        while time.monotonic() < deadline:
+            answers = answers_before_kill(folder, disk, num_killed, rng.uniform(0, 1.5))
             num_killed += 1
-            for row in rows:
-                if row.endswith((b"]", b"]\n")):
-                    number, tokens, cached = json.loads(row)
-                    num_answers += 1
-                    num_wrong += tokens != expected[number]
-                    num_cached += cached
+            num_answers += len(answers)
+            num_wrong += sum(tokens != expected[number] for number, tokens, _ in answers)
+            num_cached += sum(num_tokens for _, _, num_tokens in answers)
     return num_answers, num_wrong, num_killed, num_cached
 
 

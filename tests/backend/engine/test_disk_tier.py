@@ -19,20 +19,22 @@ from backend import shrink
 _MODELS = ["llama", "qwen3_next", "mistral", "bloom", "mamba2"]
 _USUAL = ("llama", "qwen3_next")
 PROMPT = [random.Random(1).randrange(3, VOCAB_SIZE) for _ in range(70)]
+NUM_FULL_BLOCK_TOKENS = 68  # 17 blocks of 4 tokens
 
 
 def answer(engine, prompt=PROMPT, **params):
-    output = engine.generate([prompt], dataclasses.replace(PARAMS, **params))[0]
+    """Return the answers to one prompt, and the number of its tokens that were cached."""
+    (output,) = engine.generate([prompt], dataclasses.replace(PARAMS, **params))
     engine.check()
-    return [each.token_ids for each in output.outputs], output.num_cached_tokens
+    return [sequence.token_ids for sequence in output.outputs], output.num_cached_tokens
 
 
 def run_once(model, disk, prompt=PROMPT, **settings):
-    """Start an engine, answer one prompt, and close the engine."""
+    """Answer one prompt with a new engine. Return the same values as `answer`."""
     engine = open_engine(model, prefix_cache_disk=str(disk), **settings)
-    found = answer(engine, prompt)
+    answers_and_cached = answer(engine, prompt)
     engine.close()
-    return found
+    return answers_and_cached
 
 
 @pytest.mark.parametrize(
@@ -42,37 +44,39 @@ def run_once(model, disk, prompt=PROMPT, **settings):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_restarted_engine_continues_a_chat_from_the_disk(saved, tmp_path, model_type):
     model = saved(model_type)
-    (first,), num_cached = run_once(model, tmp_path)
+    (first_answer,), num_cached = run_once(model, tmp_path)
     assert num_cached == 0
-    prompt = [*PROMPT, *first, 7, 8, 9]
+
+    next_prompt = [*PROMPT, *first_answer, 7, 8, 9]
     uncached = open_engine(model, enable_prefix_caching=False)
-    expected, _ = answer(uncached, prompt)
+    expected, _ = answer(uncached, next_prompt)
     uncached.close()
-    assert run_once(model, tmp_path, prompt) == (expected, 84)
+    # 21 blocks of the prompt and the first answer are full.
+    assert run_once(model, tmp_path, next_prompt) == (expected, 21 * 4)
 
 
 def test_damaged_files_are_computed_again(saved, tmp_path):
     expected, _ = run_once(saved("llama"), tmp_path)
     files = sorted(tmp_path.glob("*.prefix"))
-    assert len(files) == 21
+    assert len(files) == 21  # one file for each full block
     for path in files:
         path.write_bytes(path.read_bytes()[:-3])
     assert run_once(saved("llama"), tmp_path) == (expected, 0)
     # The engine wrote the recomputed tokens to the disk again.
-    assert run_once(saved("llama"), tmp_path) == (expected, 68)
+    assert run_once(saved("llama"), tmp_path) == (expected, NUM_FULL_BLOCK_TOKENS)
 
 
 def test_a_prefix_that_is_missing_in_the_middle_is_used_up_to_the_gap(saved, tmp_path):
     expected, _ = run_once(saved("llama"), tmp_path)
     engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path))
-    tier, read = engine._parts.disk, engine._parts.disk._store.read
-    keys = []
+    store = engine._parts.disk._store
+    read_block, keys = store.read, []
 
-    def fail_at_the_sixth(key):
+    def read_all_but_the_sixth(key):
         keys.append(key)
-        return None if len(keys) == 6 else read(key)
+        return None if len(keys) == 6 else read_block(key)
 
-    tier._store.read = fail_at_the_sixth
+    store.read = read_all_but_the_sixth
     assert answer(engine) == (expected, 5 * engine.info.block_size)
     engine.close()
 
@@ -81,6 +85,7 @@ def test_a_slow_disk_does_not_stop_a_request(saved, tmp_path, monkeypatch):
     expected, _ = run_once(saved("llama"), tmp_path)
     monkeypatch.setattr(disk_tier, "_MAX_WAIT_S", 0.0)
     engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path))
+    # The future never has a result, as if the disk never ended to read.
     engine._parts.disk._readers.submit = lambda *_: disk_tier.Future()
     assert answer(engine) == (expected, 0)
     engine.close()
@@ -101,10 +106,10 @@ def test_evicted_blocks_are_found_on_disk(saved, tmp_path):
     engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path), max_model_len=96)
     expected, _ = answer(engine)
     pool = engine._parts.pool
-    pool.release(pool.allocate(pool.num_blocks))
+    pool.release(pool.allocate(pool.num_blocks))  # This evicts all blocks from the memory.
     assert pool.num_cached == 0
-    assert answer(engine) == (expected, 68)
-    assert answer(engine, n=2) == (expected * 2, 68)
+    assert answer(engine) == (expected, NUM_FULL_BLOCK_TOKENS)
+    assert answer(engine, n=2) == (expected * 2, NUM_FULL_BLOCK_TOKENS)
     engine.close()
 
 

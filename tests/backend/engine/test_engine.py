@@ -22,16 +22,28 @@ def engine(checkpoint):
 
 def drain(engine):
     """Run the engine until it is idle, and return the updates of each request by request id."""
-    found = {}
+    updates_by_id = {}
     while engine.has_work():
         for update in engine.step():
-            found.setdefault(update.request_id, []).append(update)
+            updates_by_id.setdefault(update.request_id, []).append(update)
         engine.check()
-    return found
+    return updates_by_id
 
 
-def ends(updates):
+def finish_reasons(updates):
     return [u.finish_reason for u in updates if u.finish_reason is not None]
+
+
+def tokens_of(updates, index=0):
+    """Return the tokens that some updates add to the sequence `index` of their request."""
+    return [token for u in updates if u.index == index for token in u.new_token_ids]
+
+
+def set_nan_embedding(engine, token_id):
+    """Make the logits of each request that contains this token NaN."""
+    model = engine._parts.runner._path._model
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token_id] = float("nan")
 
 
 def test_info_describes_the_loaded_model(engine):
@@ -75,7 +87,7 @@ def test_an_id_cannot_be_used_again_before_its_abort_was_reported(engine):
     engine.abort("a")
     with pytest.raises(RequestError, match="the id 'a' belongs to a request that has not ended"):
         engine.add_request("a", [5, 6], GREEDY)
-    assert ends(drain(engine)["a"]) == ["abort"]
+    assert finish_reasons(drain(engine)["a"]) == ["abort"]
 
 
 def test_a_full_queue_refuses_with_the_limit(engine):
@@ -98,23 +110,22 @@ def test_updates_contain_each_token_once_and_one_finish_reason(engine):
     prompts = make_prompts((4, 9, 20))
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, GREEDY)
-    found = drain(engine)
-    expected = engine.generate(prompts[:3], GREEDY)
-    for number, output in enumerate(expected):
-        updates = found[str(number)]
-        assert [t for u in updates for t in u.new_token_ids] == output.outputs[0].token_ids
-        assert ends(updates) == ["length"]
+    updates_by_id = drain(engine)
+    for number, output in enumerate(engine.generate(prompts, GREEDY)):
+        updates = updates_by_id[str(number)]
+        assert tokens_of(updates) == output.outputs[0].token_ids
+        assert finish_reasons(updates) == ["length"]
         assert updates[-1].finish_reason == "length"
 
 
 def test_a_stop_token_of_the_request_is_included_and_named(engine):
-    (free,) = engine.generate([[5, 9]], GREEDY)
-    third = free.outputs[0].token_ids[2]
-    params = SamplingParams(temperature=0.0, max_tokens=6, stop_token_ids=[third])
+    (unstopped,) = outputs_alone(engine, [5, 9], GREEDY)
+    stop_token = unstopped[2]
+    params = SamplingParams(temperature=0.0, max_tokens=6, stop_token_ids=[stop_token])
     (output,) = engine.generate([[5, 9]], params)
     answer = output.outputs[0]
-    assert answer.token_ids == free.outputs[0].token_ids[: answer.token_ids.index(third) + 1]
-    assert (answer.finish_reason, answer.stop_reason) == ("stop", third)
+    assert answer.token_ids == unstopped[: answer.token_ids.index(stop_token) + 1]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop_token)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -122,10 +133,10 @@ def test_an_aborted_request_ends_once_and_frees_its_blocks(engine, steps):
     engine.add_request("a", [5] * 20, GREEDY)
     updates = [u for _ in range(steps) for u in engine.step()]
     engine.abort("a")
-    engine.abort("a")
+    engine.abort("a")  # The second call has no effect.
     assert engine.stats().kv_cache_blocks_used == 0
-    updates += [u for many in drain(engine).values() for u in many]
-    assert ends(updates) == ["abort"]
+    updates += drain(engine)["a"]
+    assert finish_reasons(updates) == ["abort"]
     engine.abort("a")
     assert not engine.has_work()
 
@@ -146,41 +157,46 @@ def test_the_cumulative_logprob_is_that_of_the_model(engine, checkpoint):
 
 def test_a_seed_gives_the_same_tokens_alone_with_other_requests_and_after_preemption(checkpoint):
     folder = checkpoint("qwen3")
-    roomy = open_engine(folder, max_model_len=64)
+    large = open_engine(folder, max_model_len=64)
     params = [
         SamplingParams(temperature=1.3, top_p=0.9, seed=seed, max_tokens=20, ignore_eos=True)
         for seed in range(6)
     ]
     prompts = make_prompts()
-    alone = [
-        roomy.generate([prompt], param)[0].outputs[0].token_ids
-        for prompt, param in zip(prompts, params, strict=True)
-    ]
-    crowd = [output.outputs[0].token_ids for output in roomy.generate(prompts, params)]
-    tight = open_engine(
+    small = open_engine(
         folder,
         max_model_len=64,
         max_num_batched_tokens=9,
-        kv_cache_memory=bytes_for(roomy, 72),
+        kv_cache_memory=bytes_for(large, num_tokens=72),
     )
-    preempted = [output.outputs[0].token_ids for output in tight.generate(prompts, params)]
-    assert tight.stats().num_preemptions > 0
-    assert crowd == alone
+
+    alone = [
+        outputs_alone(large, prompt, param)[0]
+        for prompt, param in zip(prompts, params, strict=True)
+    ]
+    together = [output.outputs[0].token_ids for output in large.generate(prompts, params)]
+    preempted = [output.outputs[0].token_ids for output in small.generate(prompts, params)]
+
+    assert small.stats().num_preemptions > 0
+    assert together == alone
     assert preempted == alone
-    roomy.close()
-    tight.close()
+    large.close()
+    small.close()
 
 
 def test_requests_without_a_seed_differ_but_repeat_with_the_engines_seed(checkpoint):
     params = SamplingParams(temperature=2.0, max_tokens=10, ignore_eos=True)
-    runs = []
-    for seed in (0, 0, 1):
+
+    def answers_with(seed):
         engine = open_engine(checkpoint("llama"), seed=seed)
-        runs.append([o.outputs[0].token_ids for o in engine.generate([[5], [5]], params)])
+        answers = [output.outputs[0].token_ids for output in engine.generate([[5], [5]], params)]
         engine.close()
-    assert runs[0][0] != runs[0][1]
-    assert runs[0] == runs[1]
-    assert runs[0] != runs[2]
+        return answers
+
+    first, second = answers_with(seed=0)
+    assert first != second
+    assert answers_with(seed=0) == [first, second]
+    assert answers_with(seed=1) != [first, second]
 
 
 def test_generate_leaves_no_request_behind_if_a_prompt_is_invalid(engine):
@@ -197,19 +213,18 @@ def test_generate_takes_more_prompts_than_may_wait(engine):
 
 def test_logits_that_are_not_finite_end_only_the_request_that_has_them(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
-    (clean,) = engine.generate([[5, 9, 11]], GREEDY)
-    with torch.no_grad():
-        embedding = engine._parts.runner._path._model.get_input_embeddings().weight
-        embedding[300] = float("nan")
-    engine.add_request("poisoned", [300, 5, 9], GREEDY)
+    (expected,) = outputs_alone(engine, [5, 9, 11], GREEDY)
+    set_nan_embedding(engine, token_id=300)
+    engine.add_request("with NaN", [300, 5, 9], GREEDY)
     engine.add_request("beside", [5, 9, 11], GREEDY)
-    found = drain(engine)
-    assert ends(found["poisoned"]) == ["error"]
-    assert "NaN or infinity" in found["poisoned"][-1].error
-    assert [t for u in found["beside"] for t in u.new_token_ids] == clean.outputs[0].token_ids
+    updates = drain(engine)
+    assert finish_reasons(updates["with NaN"]) == ["error"]
+    assert "NaN or infinity" in updates["with NaN"][-1].error
+    assert tokens_of(updates["beside"]) == expected
+
     # The next requests use the blocks that contained NaN.
     outputs = engine.generate([[5, 9, 11]] * 4, GREEDY)
-    assert all(output.outputs[0].token_ids == clean.outputs[0].token_ids for output in outputs)
+    assert all(output.outputs[0].token_ids == expected for output in outputs)
     engine.close()
 
 
@@ -217,21 +232,19 @@ def test_a_failed_request_does_not_change_requests_with_the_same_prefix(checkpoi
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     prompt = make_prompts((14,))[0]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, n=2)
-    (clean,) = engine.generate([prompt], params)
-    with torch.no_grad():
-        engine._parts.runner._path._model.get_input_embeddings().weight[300] = float("nan")
+    expected = outputs_alone(engine, prompt, params)
+    set_nan_embedding(engine, token_id=300)
     engine.add_request("beside", prompt, params)
-    updates = engine.step() + engine.step() + engine.step()
-    engine.add_request("poisoned", [*prompt[:12], 300], params)
-    found = drain(engine)
-    assert ends(found["poisoned"]) == ["error", "error"]
-    assert found["poisoned"][0].num_cached_tokens == 12
+    first_updates = engine.step() + engine.step() + engine.step()
+    engine.add_request("with NaN", [*prompt[:12], 300], params)
+    updates = drain(engine)
+    assert finish_reasons(updates["with NaN"]) == ["error", "error"]
+    assert updates["with NaN"][0].num_cached_tokens == 12
     assert engine.stats().num_preemptions > 0
-    for index, output in enumerate(clean.outputs):
-        answer = [u.new_token_ids for u in updates + found["beside"] if u.index == index]
-        assert [token for tokens in answer for token in tokens] == output.token_ids
-    again = outputs_alone(engine, prompt, params)
-    assert again == [output.token_ids for output in clean.outputs]
+
+    updates_beside = first_updates + updates["beside"]
+    assert [tokens_of(updates_beside, index) for index in (0, 1)] == expected
+    assert outputs_alone(engine, prompt, params) == expected
     engine.close()
 
 
@@ -242,14 +255,15 @@ def test_a_request_whose_parameters_forbid_every_token_is_refused_without_effect
     prompt = make_prompts((14,))[0]
     engine.add_request("beside", prompt, GREEDY)
     engine.step()
+    # After one token 7, no further token is allowed.
     params = SamplingParams(allowed_token_ids=[7], bad_words_token_ids=[[7, 7]])
     engine.add_request("contradiction", prompt, params)
-    found = drain(engine)
-    first, second = found["contradiction"]
+    updates = drain(engine)
+    first, second = updates["contradiction"]
     assert (first.new_token_ids, first.num_cached_tokens) == ([7], 12)
     assert (second.finish_reason, second.is_refused) == ("error", True)
     assert "forbidden by allowed_token_ids and bad_words_token_ids" in second.error
-    assert ends(found["beside"]) == ["length"]
+    assert finish_reasons(updates["beside"]) == ["length"]
     assert engine.stats().num_preemptions == 0
     assert engine.generate([prompt], GREEDY)[0].num_cached_tokens == 12
     engine.close()
@@ -264,7 +278,7 @@ def test_an_answer_that_gets_no_further_token_does_not_end_the_other_answers(eng
 
 def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_on(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
-    (clean,) = engine.generate([[5, 9, 11]], GREEDY)
+    expected = outputs_alone(engine, [5, 9, 11], GREEDY)
     engine.add_request("a", [5, 9, 11], GREEDY)
     engine.step()
     engine.add_request("b", [8], GREEDY)
@@ -275,20 +289,19 @@ def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_
     hook = engine._parts.runner._path._model.register_forward_pre_hook(fail)
     updates = engine.step()
     hook.remove()
+
     assert [(u.request_id, u.finish_reason) for u in updates] == [("a", "error"), ("b", "error")]
     assert "RuntimeError: out of something" in updates[0].error
     engine.check()
     assert not engine.has_work()
     assert engine.stats().kv_cache_blocks_used == 0
-    assert engine.generate([[5, 9, 11]], GREEDY)[0].outputs[0].token_ids == (
-        clean.outputs[0].token_ids
-    )
+    assert outputs_alone(engine, [5, 9, 11], GREEDY) == expected
     engine.close()
 
 
 def test_two_engines_in_one_process_do_not_disturb_each_other(checkpoint):
     engines = [open_engine(checkpoint(name)) for name in ("llama", "qwen3")]
-    alone = [engine.generate([[5, 9]], GREEDY)[0].outputs[0].token_ids for engine in engines]
+    expected = [outputs_alone(engine, [5, 9], GREEDY)[0] for engine in engines]
     for engine in engines:
         engine.add_request("x", [5, 9], GREEDY)
     answers = [[], []]
@@ -296,7 +309,7 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(checkpoint):
         for answer, engine in zip(answers, engines, strict=True):
             for update in engine.step():
                 answer += update.new_token_ids
-    assert answers == alone
+    assert answers == expected
     for engine in engines:
         engine.close()
 
@@ -335,6 +348,7 @@ def test_without_max_model_len_a_small_memory_shortens_requests(checkpoint):
 
 
 def outputs_alone(engine, prompt, params):
+    """Return the tokens of each answer to one prompt."""
     return [answer.token_ids for answer in engine.generate([prompt], params)[0].outputs]
 
 
@@ -362,10 +376,12 @@ def test_a_cached_prompt_is_not_computed_again_and_gets_the_same_answer(checkpoi
     first, second = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 28)
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+    # Blocks have 4 tokens, and only full blocks are cached.
     longer = prompt + first.outputs[0].token_ids[:5] + [7]
     assert engine.generate([longer], GREEDY)[0].num_cached_tokens == 32
     stats = engine.stats()
-    assert (stats.num_prefix_cache_queries, stats.num_prefix_cache_hits) == (96, 60)
+    assert (stats.num_prefix_cache_queries, stats.num_prefix_cache_hits) == (30 + 30 + 36, 28 + 32)
     assert engine.stats().kv_cache_blocks_used == 0
     engine.close()
 
@@ -374,8 +390,8 @@ def test_requests_with_different_salts_share_no_cached_blocks(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     prompt = make_prompts((30,))[0]
     params = [SamplingParams(max_tokens=2, cache_salt=salt) for salt in ("a", "b", "a")]
-    found = [engine.generate([prompt], one)[0].num_cached_tokens for one in params]
-    assert found == [0, 0, 28]
+    outputs = [engine.generate([prompt], each_params)[0] for each_params in params]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 28]
     engine.close()
 
 
@@ -410,15 +426,15 @@ def test_prompt_logprobs_equal_those_of_transformers_with_and_without_chunks(che
         logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([prompt])).logits[0]
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, n=2)
-    for budget in (64, 8):
-        engine = open_engine(folder, max_model_len=64, max_num_batched_tokens=budget)
-        for _ in range(2):
+    for chunk_size in (64, 8):
+        engine = open_engine(folder, max_model_len=64, max_num_batched_tokens=chunk_size)
+        for _ in range(2):  # The second time, the prompt is in the prefix cache.
             (output,) = engine.generate([prompt], params)
             first, *others = output.prompt_logprobs
             assert first is None
-            assert [one.token_ids[0] for one in others] == prompt[1:]
-            found = torch.tensor([one.logprobs[0] for one in others])
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+            assert [logprobs.token_ids[0] for logprobs in others] == prompt[1:]
+            reported = torch.tensor([logprobs.logprobs[0] for logprobs in others])
+            torch.testing.assert_close(reported, expected, atol=1e-4, rtol=0)
         engine.close()
 
 
@@ -429,12 +445,12 @@ def test_a_request_whose_grammar_cannot_be_compiled_is_refused_once_for_each_seq
     engine.add_request("a", [5, 9], params)
     assert engine.stats().num_requests_waiting == 2
     engine.add_request("beside", [5, 9], GREEDY)
-    found = drain(engine)
-    assert [(u.index, u.finish_reason, u.is_refused) for u in found["a"]] == [
+    updates = drain(engine)
+    assert [(u.index, u.finish_reason, u.is_refused) for u in updates["a"]] == [
         (0, "error", True),
         (1, "error", True),
     ]
-    assert ends(found["beside"]) == ["length"]
+    assert finish_reasons(updates["beside"]) == ["length"]
     with pytest.raises(RequestError, match="tokenizer cannot be loaded"):
         engine.generate([[5, 9]], params)
     assert not engine.has_work()
@@ -445,8 +461,8 @@ def test_a_request_whose_grammar_cannot_be_compiled_is_refused_once_for_each_seq
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_draft_tokens_do_not_change_an_answer(checkpoint, temperature):
     settings = {"max_model_len": 120, "kv_cache_memory": "4MiB"}
-    plain = open_engine(checkpoint("llama"), num_speculative_tokens=0, **settings)
-    guessing = open_engine(checkpoint("llama"), num_speculative_tokens=4, **settings)
+    plain_engine = open_engine(checkpoint("llama"), num_speculative_tokens=0, **settings)
+    draft_engine = open_engine(checkpoint("llama"), num_speculative_tokens=4, **settings)
     # The bias makes the answers repeat themselves, as the answers of a trained model do.
     params = SamplingParams(
         temperature=temperature,
@@ -458,17 +474,18 @@ def test_draft_tokens_do_not_change_an_answer(checkpoint, temperature):
         logprobs=1,
     )
     prompts = make_prompts((6, 20))
-    for expected, found in zip(
-        plain.generate(prompts, params), guessing.generate(prompts, params), strict=True
-    ):
-        for one, other in zip(expected.outputs, found.outputs, strict=True):
-            assert other.token_ids == one.token_ids
-            assert other.cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-3)
-            assert len(other.logprobs) == len(other.token_ids)
-    assert guessing.stats().num_accepted_tokens > 20
-    guessing.check()
-    for engine in (plain, guessing):
-        engine.close()
+    expected, answers = (
+        [answer for output in engine.generate(prompts, params) for answer in output.outputs]
+        for engine in (plain_engine, draft_engine)
+    )
+    for plain, drafted in zip(expected, answers, strict=True):
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.cumulative_logprob == pytest.approx(plain.cumulative_logprob, abs=1e-3)
+        assert len(drafted.logprobs) == len(drafted.token_ids)
+    assert draft_engine.stats().num_accepted_tokens > 20
+    draft_engine.check()
+    plain_engine.close()
+    draft_engine.close()
 
 
 @pytest.mark.parametrize(
@@ -486,8 +503,8 @@ def test_prompt_lookup_is_on_by_default_without_async_scheduling(checkpoint, set
     engine.close()
 
 
-class Never:
-    """A fake of the object that creates guides. Its guides are never ready."""
+class PendingGuides:
+    """A fake of the object that creates the guides of grammars. Its guides are never ready."""
 
     def __init__(self):
         self.futures = []
@@ -502,29 +519,31 @@ class Never:
 
 def test_a_request_is_not_added_if_too_many_grammars_wait(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
-    engine._parts.preparation._guides = guides = Never()
+    engine._parts.preparation._guides = guides = PendingGuides()
     params = SamplingParams(grammar=GrammarSpec("regex", "a+"))
-    future = Future()
-    future.set_exception(CapacityError("grammar: 256 grammars are being compiled."))
-    guides.prepare = lambda *_: future
+    refusal = Future()
+    refusal.set_exception(CapacityError("grammar: 256 grammars are being compiled."))
+    guides.prepare = lambda *_: refusal
     with pytest.raises(CapacityError, match="256 grammars"):
         engine.add_request("a", [5, 9], params)
     assert not engine.has_work()
     engine.add_request("a", [5, 9], GREEDY)
-    assert ends(drain(engine)["a"]) == ["length"]
+    assert finish_reasons(drain(engine)["a"]) == ["length"]
     engine.close()
 
 
 def test_steps_wait_briefly_while_a_guide_is_created_and_the_request_can_be_aborted(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
-    engine._parts.preparation._guides = guides = Never()
+    engine._parts.preparation._guides = guides = PendingGuides()
     params = SamplingParams(grammar=GrammarSpec("regex", "a+"))
     engine.add_request("a", [5, 9], params)
-    start, before = time.monotonic(), time.thread_time()
+    started_s, started_cpu_s = time.monotonic(), time.thread_time()
     for _ in range(5):
         assert engine.step() == []
-    assert time.monotonic() - start > 0.08
-    assert time.thread_time() - before < 0.05
+    # Each step waits about 20 ms without using the CPU.
+    assert time.monotonic() - started_s > 0.08
+    assert time.thread_time() - started_cpu_s < 0.05
+
     engine.abort("a")
     assert [u.finish_reason for u in engine.step()] == ["abort"]
     assert not engine.has_work()
@@ -559,14 +578,16 @@ def test_a_token_for_which_the_model_has_no_logit_does_not_fail_a_step(saved, va
     """Llama 3.2 Vision has embeddings, but no logits, for the image token and 7 other tokens."""
     engine = open_engine(saved("mllama"), max_model_len=64)
     assert engine.info.vocab_size == 328
-    plain, other = (output.outputs[0] for output in engine.generate([[5, 327], [9]], GREEDY))
+    prompt_with_token, other_prompt = [5, 327], [9]
+    (plain,) = outputs_alone(engine, prompt_with_token, GREEDY)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **values)
-    output, same = engine.generate([[5, 327], [9]], [params, GREEDY])
-    assert (output.outputs[0].error, len(output.outputs[0].token_ids)) == (None, 6)
-    assert same.outputs[0].token_ids == other.token_ids
+    output, other_output = engine.generate([prompt_with_token, other_prompt], [params, GREEDY])
+    answer = output.outputs[0]
+    assert (answer.error, len(answer.token_ids)) == (None, 6)
+    assert [other_output.outputs[0].token_ids] == outputs_alone(engine, other_prompt, GREEDY)
     if params.prompt_logprobs is None:
         assert output.prompt_logprobs is None
     else:
-        assert output.outputs[0].token_ids == plain.token_ids
+        assert answer.token_ids == plain
         assert output.prompt_logprobs[1].logprobs[0] == float("-inf")
     engine.close()

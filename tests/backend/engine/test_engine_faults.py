@@ -17,6 +17,8 @@ def engine(checkpoint):
 
 
 def fail_with(engine, monkeypatch, error):
+    """Let each forward pass of the engine raise `error`."""
+
     def start(plan):
         raise error
 
@@ -24,6 +26,7 @@ def fail_with(engine, monkeypatch, error):
 
 
 def finish(engine):
+    """Run the engine until it is idle, and return all updates."""
     updates = []
     while engine.has_work():
         updates += engine.step()
@@ -53,8 +56,10 @@ def test_repeated_failures_of_steps_end_the_engine(engine, monkeypatch):
         for name in ("a", "b"):
             engine.add_request(name, PROMPT, GREEDY)
             assert engine.step()[0].finish_reason == "error"
+
     engine.add_request("good", PROMPT, GREEDY)
     finish(engine)  # A successful step resets the number of consecutive failures.
+
     fail_with(engine, monkeypatch, MemoryError("no room"))
     for name in ("c", "d"):
         engine.add_request(name, PROMPT, GREEDY)

@@ -9,6 +9,7 @@ CHAT, OTHERS = PROMPTS[0], PROMPTS[1:]
 
 
 def cached_tokens(engine, prompt, **fields):
+    """Answer a prompt, and return how many of its tokens were in the cache."""
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, **fields)
     output = engine.generate([prompt], params)[0]
     engine.check()
@@ -23,6 +24,7 @@ def use_whole_cache(engine):
 
 @pytest.fixture
 def engine(checkpoint):
+    """An engine whose cache has 64 blocks of 4 tokens. `OTHERS` need more than 64 blocks."""
     folder = checkpoint("llama")
     engine = open_engine(folder, max_model_len=64)
     num_bytes = engine.info.kv_cache_bytes // engine.info.num_blocks * 64
@@ -48,11 +50,13 @@ def test_a_session_keeps_its_prefix_while_other_requests_use_the_whole_cache(
 def test_statistics_list_the_sessions(engine):
     cached_tokens(engine, CHAT, prompt_cache_key="a", client_id="me")
     cached_tokens(engine, OTHERS[0], prompt_cache_key="b", client_id="you")
-    found = engine.sessions.call("statistics", {})
-    assert (found["num_blocks"], found["num_used_blocks"]) == (engine.info.num_blocks, 0)
-    assert found["num_retained_blocks"] == found["num_cached_blocks"] > 0
-    assert [session["prompt_cache_key"] for session in found["sessions"]] == ["b", "a"]
-    assert 299 < found["sessions"][0]["expires_in_s"] <= 300
+    statistics = engine.sessions.call("statistics", {})
+    assert (statistics["num_blocks"], statistics["num_used_blocks"]) == (engine.info.num_blocks, 0)
+    assert statistics["num_retained_blocks"] == statistics["num_cached_blocks"] > 0
+    # The last session comes first. Without prompt_cache_ttl, a session expires after 300 s.
+    assert [session["prompt_cache_key"] for session in statistics["sessions"]] == ["b", "a"]
+    assert 299 < statistics["sessions"][0]["expires_in_s"] <= 300
+
     mine = engine.sessions.call("statistics", {"client_id": "me"})["sessions"]
     assert [session["prompt_cache_key"] for session in mine] == ["a"]
 
@@ -60,8 +64,8 @@ def test_statistics_list_the_sessions(engine):
 def test_a_dropped_session_is_computed_again(engine):
     cached_tokens(engine, CHAT, prompt_cache_key="a")
     cached_tokens(engine, OTHERS[0], prompt_cache_key="b")
-    dropped = engine.sessions.call("drop", {"prompt_cache_key": "a"})["num_dropped_tokens"]
-    assert dropped >= 44
+    dropped = engine.sessions.call("drop", {"prompt_cache_key": "a"})
+    assert dropped["num_dropped_tokens"] >= len(CHAT) - 4  # The last block may be incomplete.
     assert cached_tokens(engine, CHAT) == 0
     assert cached_tokens(engine, OTHERS[0]) > 0
     engine.sessions.call("drop", {})

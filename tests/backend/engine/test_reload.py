@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 
-def save(folder, seed, **changes):
+def save(folder, seed):
+    """Save a tiny Llama checkpoint whose weights depend on `seed`, and return the model."""
     torch.manual_seed(seed)
-    model = BY_NAME["llama"].make(**changes) if changes else BY_NAME["llama"].make()
+    model = BY_NAME["llama"].make()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02 * seed)
@@ -24,7 +25,7 @@ def save(folder, seed, **changes):
     return model
 
 
-def fresh(folder):
+def answers_of_new_engine(folder):
     engine = open_engine(folder)
     answers = run_alone(engine)
     engine.close()
@@ -37,17 +38,17 @@ def test_the_tokens_after_a_reload_are_those_of_a_fresh_engine(tmp_path, monkeyp
     adapter = tmp_path / "adapter"
     write_adapter(adapter, model, linear_layers(model), rank=2, seed=1)
     engine.load_lora("style", str(adapter))
-    old = run_alone(engine)
+    old_answers = run_alone(engine)
     for seed in (2, 3):
         save(tmp_path / "a", seed)
         if seed == 3:  # The memory is too small for the old and the new weights at the same time.
             monkeypatch.setattr("nereid_backend.engine.reload_weights.available_memory", lambda: 0)
         engine.reload()
-        new = fresh(tmp_path / "a")
-        assert new != old
-        assert run_staggered(engine) == new
+        expected = answers_of_new_engine(tmp_path / "a")
+        assert expected != old_answers
+        assert run_staggered(engine) == expected
         assert engine.lora_names == ["style"]
-        old = new
+        old_answers = expected
     engine.close()
 
 
@@ -57,12 +58,12 @@ def test_missing_files_of_an_adapter_leave_the_old_weights(tmp_path, monkeypatch
     adapter = tmp_path / "adapter"
     write_adapter(adapter, model, linear_layers(model), rank=2, seed=1)
     engine.load_lora("style", str(adapter))
-    old = run_alone(engine)
+    old_answers = run_alone(engine)
     shutil.rmtree(adapter)
     monkeypatch.setattr("nereid_backend.engine.reload_weights.available_memory", lambda: 0)
     with pytest.raises(RequestError, match=r"^path: the new weights cannot be loaded: .*adapter/"):
         engine.reload()
-    assert run_alone(engine) == old
+    assert run_alone(engine) == old_answers
     assert engine.lora_names == ["style"]
     engine.close()
 
@@ -70,7 +71,7 @@ def test_missing_files_of_an_adapter_leave_the_old_weights(tmp_path, monkeypatch
 def test_a_refused_checkpoint_leaves_the_old_weights(tmp_path):
     save(tmp_path / "a", 1)
     engine = open_engine(tmp_path / "a")
-    old = run_alone(engine)
+    old_answers = run_alone(engine)
     save(tmp_path / "broken", 2)
     file = tmp_path / "broken" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
@@ -78,15 +79,17 @@ def test_a_refused_checkpoint_leaves_the_old_weights(tmp_path):
         engine.reload(str(tmp_path / "broken"))
     with pytest.raises(RequestError, match="is not a folder"):
         engine.reload(str(tmp_path / "none"))
+
     BY_NAME["gemma2"].make().save_pretrained(tmp_path / "other")
     with pytest.raises(RequestError, match=r"path: the (tensor|new checkpoint) .*"):
         engine.reload(str(tmp_path / "other"))
+
     engine.add_request("0", PROMPTS[0], SamplingParams(max_tokens=2))
     with pytest.raises(RequestError, match="only while no request runs"):
         engine.reload()
     while engine.has_work():
         engine.step()
-    assert run_alone(engine) == old
+    assert run_alone(engine) == old_answers
     engine.close()
 
 
@@ -97,7 +100,7 @@ def test_another_tokenizer_is_refused_before_anything_changes(tmp_path):
         tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="a"))
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
     engine = open_engine(tmp_path / "a")
-    old = run_alone(engine)
+    old_answers = run_alone(engine)
     with pytest.raises(RequestError, match=r"path: the file tokenizer\.json of the new checkpoint"):
         engine.reload(str(tmp_path / "b"))
     # The new tokenizer is also refused if it replaces the file in the folder of the loaded
@@ -105,7 +108,7 @@ def test_another_tokenizer_is_refused_before_anything_changes(tmp_path):
     shutil.copy(tmp_path / "b" / "tokenizer.json", tmp_path / "a" / "tokenizer.json")
     with pytest.raises(RequestError, match=r"path: the file tokenizer\.json of the new checkpoint"):
         engine.reload()
-    assert run_alone(engine) == old
+    assert run_alone(engine) == old_answers
     engine.close()
 
 
@@ -120,12 +123,12 @@ def test_another_tokenizer_is_refused_before_anything_changes(tmp_path):
 def test_a_damaged_file_of_the_new_checkpoint_leaves_the_old_weights(name, content, tmp_path):
     save(tmp_path / "a", 1)
     engine = open_engine(tmp_path / "a")
-    old = run_alone(engine)
+    old_answers = run_alone(engine)
     save(tmp_path / "b", 2)
     (tmp_path / "b" / name).write_text(content)
     with pytest.raises(RequestError, match=rf"^path: .*{name}"):
         engine.reload(str(tmp_path / "b"))
-    assert run_alone(engine) == old
+    assert run_alone(engine) == old_answers
     engine.close()
 
 
@@ -133,11 +136,13 @@ def test_a_damaged_file_of_the_new_checkpoint_leaves_the_old_weights(name, conte
 def test_requests_around_a_reload(mode, tmp_path):
     save(tmp_path / "a", 1)
     save(tmp_path / "b", 3)
-    old, new = fresh(tmp_path / "a")[3], fresh(tmp_path / "b")[3]
+    answer_of_a = answers_of_new_engine(tmp_path / "a")[3]
+    answer_of_b = answers_of_new_engine(tmp_path / "b")[3]
     sent = []
     service = EngineService(open_engine(tmp_path / "a"), sent.append)
     params = pack_params(SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
     prompt = torch.tensor(PROMPTS[3], dtype=torch.int32).numpy().tobytes()
+
     service.handle("add", ["before", prompt, params, 1])
     for _ in range(3):
         service.advance()
@@ -145,15 +150,16 @@ def test_requests_around_a_reload(mode, tmp_path):
     service.handle("add", ["after", prompt, params, 1])
     while service.has_work():
         service.advance()
-    refused = [message[1:3] for message in sent if message[0] == "refused"]
-    tokens = {"before": [], "after": []}
-    for message in sent:
-        for row in message[1] if message[0] == "updates" else ():
-            tokens[row[0]] += list(row[1])
-    assert tokens["after"] == new
-    assert ["adapters", "call", []] in sent
+
+    refusals = [message[1:3] for message in sent if message[0] == "refused"]
+    answers = {"before": [], "after": []}
+    for _, updates in (message for message in sent if message[0] == "updates"):
+        for request_id, new_token_ids, *_ in updates:
+            answers[request_id] += new_token_ids
+    assert answers["after"] == answer_of_b
+    assert ["adapters", "call", []] in sent  # This message reports that the reload succeeded.
     if mode == "finish":
-        assert tokens["before"] == old
-        assert not refused
+        assert answers["before"] == answer_of_a
+        assert not refusals
     else:
-        assert refused == [["before", "CapacityError"]]
+        assert refusals == [["before", "CapacityError"]]

@@ -26,10 +26,13 @@ from nereid_backend.sampling import random_sampling, sampler
 from backend import shrink
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+WRONG_TOKEN = 39  # the last token of the vocabulary of `ScriptedModel`
 
 
 @dataclass
-class ScriptedFlight:
+class ScriptedStep:
+    """A step that a `ScriptedRunner` has started. It has a result after its tokens are sampled."""
+
     plan: StepPlan
     result: StepResult | None = None
 
@@ -46,37 +49,40 @@ class ScriptedRunner:
     def __init__(self, model: ScriptedModel, rng: random.Random, *, wrong=0.0, faulty=0.0):
         self.model, self.rng, self.wrong, self.faulty = model, rng, wrong, faulty
         self.num_ahead = 0
-        self.under_way: list[ScriptedFlight] = []
+        self.running_steps: list[ScriptedStep] = []
 
-    def start(self, plan, before=None):
-        assert [running.plan for running in self.under_way] == ([before.plan] if before else [])
+    def start(self, plan, previous=None):
+        expected = [previous.plan] if previous else []
+        assert [step.plan for step in self.running_steps] == expected
         _check_plan(plan)
-        self.model.compute(plan, before.result.device_token_ids if before else ())
-        running = ScriptedFlight(plan)
-        self.under_way.append(running)
-        self.num_ahead += before is not None
-        return running
+        self.model.compute(plan, previous.result.device_token_ids if previous else ())
+        step = ScriptedStep(plan)
+        self.running_steps.append(step)
+        self.num_ahead += previous is not None
+        return step
 
-    def sample(self, running, plan):
-        running.plan = plan
-        self._maybe_fail(running)
+    def sample(self, step, plan):
+        step.plan = plan
+        self._maybe_fail(step)
         result = self.model.answer(plan)
-        drawn = [
-            outcome.token_ids[0] if outcome.token_ids and self.rng.random() >= self.wrong else 39
+        device_token_ids = [
+            outcome.token_ids[0]
+            if outcome.token_ids and self.rng.random() >= self.wrong
+            else WRONG_TOKEN
             for outcome in result.sampled
         ]
-        running.result = replace(result, device_token_ids=drawn)
+        step.result = replace(result, device_token_ids=device_token_ids)
 
-    def finish(self, running):
-        self._maybe_fail(running)
-        self.under_way.remove(running)
-        self.model.clear_broken(running.plan, running.result)
-        return running.result
+    def finish(self, step):
+        self._maybe_fail(step)
+        self.running_steps.remove(step)
+        self.model.clear_broken(step.plan, step.result)
+        return step.result
 
-    def _maybe_fail(self, running):
+    def _maybe_fail(self, step):
         if self.rng.random() < self.faulty:
-            self.under_way.remove(running)
-            for chunk in running.plan.chunks:
+            self.running_steps.remove(step)
+            for chunk in step.plan.chunks:
                 self.model.clear(chunk.sequence)
             raise RuntimeError("a fault made by the test")
 
@@ -91,6 +97,8 @@ class CheckedLoop(StepLoop):
 
 
 class OverlappedWorkload(Workload):
+    """A workload whose steps overlap, and fail or sample wrong tokens with some probability."""
+
     def __init__(self, *args, wrong=0.0, faulty=0.0, **kwargs):
         super().__init__(*args, **kwargs)
         self.runner = ScriptedRunner(self.model, self.rng, wrong=wrong, faulty=faulty)
@@ -99,19 +107,21 @@ class OverlappedWorkload(Workload):
     def step(self):
         self.take(self.loop.step())
         if self.loop._running_step is None:
-            self.runner.under_way.clear()
+            self.runner.running_steps.clear()
 
 
 def _check_plan(plan):
+    """Check that a plan counts its tokens, and has at most one chunk for each sequence."""
     assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
     assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
     assert all(plan.chunks[index].num_tokens == 1 for index, _ in plan.pending)
 
 
-SHARING = ["plain", "prefix cache", "windows", "chunks", "groups", "groups with chunks"]
+# The kinds of workloads without draft tokens whose sequences may share blocks.
+SHARING_KINDS = ["plain", "prefix cache", "windows", "chunks", "groups", "groups with chunks"]
 
 
-@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize("kind", SHARING_KINDS)
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(10, 8), (16, 3), (60, 8)])
 @pytest.mark.parametrize("trouble", [0.0, 0.02])
 def test_random_workloads_end_each_sequence_once_with_the_right_answer(
@@ -130,6 +140,7 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
         num_blocks, scheduler, longest, broken=trouble, wrong=trouble, faulty=trouble / 8
     )
     workload.run(NUM_REQUESTS, cancelled=0.04)
+
     workload.check()
     assert {"abort", "length", "stop"} <= set(workload.ends.values())
     assert ("error" in workload.ends.values()) == (trouble > 0)
@@ -163,13 +174,13 @@ class Answer:
         assert (self.token_ids, self.end) == (other.token_ids, other.end)
         # The two answers may come from steps with different tokens, so their rounding may differ.
         assert self.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
-        for one, two in (
+        for own, others in (
             (self.logprobs, other.logprobs),
             (self.prompt_logprobs, other.prompt_logprobs),
         ):
-            assert [report.token_ids[0] for report in one] == [r.token_ids[0] for r in two]
-            assert [report.logprobs[0] for report in one] == pytest.approx(
-                [report.logprobs[0] for report in two], abs=1e-4
+            assert [report.token_ids[0] for report in own] == [r.token_ids[0] for r in others]
+            assert [report.logprobs[0] for report in own] == pytest.approx(
+                [report.logprobs[0] for report in others], abs=1e-4
             )
 
 
@@ -198,6 +209,7 @@ def answers_of(engine, sequences, *, guided=(), aborts=()):
             if len(answer.token_ids) == aborts.get(update.request_id):
                 engine.abort(update.request_id)
         engine.check()
+    # No request runs or waits, and no block of the cache is in use.
     assert engine.stats()[:3] == (0, 0, 0)
     return answers
 
@@ -214,6 +226,7 @@ EXTRA_PARAMS = [
 
 
 def make_requests(rng, count):
+    """Return random requests as `answers_of` expects them. Some prompts share a prefix."""
     sequences = {}
     stem = [rng.randrange(3, VOCAB_SIZE) for _ in range(24)]
     for number in range(count):
@@ -236,6 +249,18 @@ def make_requests(rng, count):
     return sequences
 
 
+def record_deferred_rows(monkeypatch):
+    """Return a list that collects all rows whose tokens a sampler samples again."""
+    sample_again, deferred_rows = sampler.Sampler.sample_again, []
+
+    def record_and_sample_again(self, part, rows):
+        deferred_rows.extend(rows)
+        return sample_again(self, part, rows)
+
+    monkeypatch.setattr(sampler.Sampler, "sample_again", record_and_sample_again)
+    return deferred_rows
+
+
 @pytest.mark.parametrize(
     ("family", "num_tokens"), [("qwen2", 100), ("mistral, sliding window", 64)]
 )
@@ -249,39 +274,36 @@ def test_answers_are_the_same_with_and_without_async_scheduling(
     guided = rng.sample(sorted(sequences), 6)
     aborts = dict.fromkeys(rng.sample(sorted(sequences), 4), 3)
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": 19, "max_model_len": 80}
-    size = open_engine(checkpoint(family), **settings)
-    settings["kv_cache_memory"] = bytes_for(size, num_tokens)
-    found, num_again = {}, []
-    again = sampler.Sampler.sample_again
+    engine_for_size = open_engine(checkpoint(family), **settings)
+    settings["kv_cache_memory"] = bytes_for(engine_for_size, num_tokens)
+    deferred_rows = record_deferred_rows(monkeypatch)
 
-    def sample_again(self, part, rows):
-        num_again.append(len(rows))
-        return again(self, part, rows)
-
-    monkeypatch.setattr(sampler.Sampler, "sample_again", sample_again)
-    for is_on in (False, True):
-        engine = open_engine(checkpoint(family), async_scheduling=is_on, **settings)
-        if is_on:
-            # On a GPU, the sampler defers uncertain rows: it samples their tokens again after the
-            # next step has begun.
-            engine._parts.runner._sampler.defers = True
-        found[is_on] = answers_of(engine, sequences, guided=guided, aborts=aborts)
+    def answer_all(is_async):
+        engine = open_engine(checkpoint(family), async_scheduling=is_async, **settings)
+        # On a GPU, the sampler defers uncertain rows: it samples their tokens again after the next
+        # step has begun.
+        engine._parts.runner._sampler.defers = is_async
+        answers = answers_of(engine, sequences, guided=guided, aborts=aborts)
         assert engine.stats().num_preemptions > 0
         assert engine.stats().num_prefix_cache_hits > 0 or family != "qwen2"
         engine.close()
-    assert sum(num_again) > 10
-    on, off = found[True], found[False]
-    assert on.keys() == off.keys()
-    for (name, index), answer in on.items():
-        if name in aborts and answer.end[0] == "abort":
-            length = min(len(answer.token_ids), len(off[name, index].token_ids))
-            assert answer.token_ids[:length] == off[name, index].token_ids[:length]
+        return answers
+
+    expected, answers = answer_all(is_async=False), answer_all(is_async=True)
+    assert len(deferred_rows) > 10
+    assert answers.keys() == expected.keys()
+    for sequence, answer in answers.items():
+        # An abort may take effect a step earlier or later.
+        if sequence[0] in aborts and answer.end[0] == "abort":
+            length = min(len(answer.token_ids), len(expected[sequence].token_ids))
+            assert answer.token_ids[:length] == expected[sequence].token_ids[:length]
         else:
-            answer.check_same(off[name, index])
-    assert {answer.end[0] for answer in on.values()} >= {"stop", "length", "abort"}
+            answer.check_same(expected[sequence])
+    assert {answer.end[0] for answer in answers.values()} >= {"stop", "length", "abort"}
 
 
 def scheduler_of(*sequences, num_blocks=20, **settings):
+    """Return a scheduler for 4 sequences, 40 tokens a step and blocks of 4 tokens."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 40, **settings}
     scheduler = Scheduler(BlockPool(num_blocks), block_size=BLOCK, **settings)
     for sequence in sequences:
@@ -294,17 +316,17 @@ def request_of(name, prompt, max_tokens=9, **params):
     return Sequence(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
 
 
-def result_of(plan, token=7, **others):
+def result_of(plan, token=7, **special_results):
     """Return a result with `token` for each chunk that samples.
 
-    `others` maps the names of some requests to results that replace this result.
+    `special_results` maps the names of some requests to results that replace this result.
     """
     names = [chunk.sequence.request_id for chunk in plan.chunks if chunk.samples]
-    sampled = [others.get(name, Sampled([token], [-1.0])) for name in names]
+    sampled = [special_results.get(name, Sampled([token], logprobs=[-1.0])) for name in names]
     return StepResult(sampled, device_token_ids=[token] * len(sampled))
 
 
-BROKEN = Sampled([], [], "not finite")
+BROKEN = Sampled(token_ids=[], logprobs=[], error="not finite")
 
 
 def test_a_step_that_is_planned_ahead_takes_tokens_from_the_previous_step():
@@ -345,10 +367,12 @@ def test_a_sequence_aborted_during_a_step_keeps_row_and_blocks_until_the_step_is
     scheduler.settle(second, [7, 7])
     scheduler.abort("a")
     scheduler.abort("b")
+
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
     assert scheduler.pool.num_used == 4
     assert scheduler.has_work()
     scheduler.check()
+
     ended = scheduler.commit(second, result_of(second))
     assert [(u.request_id, u.finish_reason, u.new_token_ids) for u in ended] == [
         ("a", "abort", []),
@@ -360,7 +384,7 @@ def test_a_sequence_aborted_during_a_step_keeps_row_and_blocks_until_the_step_is
 
 
 def test_an_error_of_an_aborted_sequence_ends_the_sharing_of_its_blocks():
-    shared = list(range(8))
+    shared = list(range(8))  # two blocks
     scheduler = scheduler_of(request_of("a", [*shared, 1]))
     plan = scheduler.plan()
     scheduler.commit(plan, result_of(plan))
@@ -369,11 +393,12 @@ def test_an_error_of_an_aborted_sequence_ends_the_sharing_of_its_blocks():
     second = scheduler.plan_ahead(first)
     scheduler.commit(first, result_of(first))
     scheduler.settle(second, [7, 7])
-    a, b = (chunk.sequence for chunk in second.chunks)
-    assert a.block_table[:2] == b.block_table[:2]
+    sequence_a, sequence_b = (chunk.sequence for chunk in second.chunks)
+    assert sequence_a.block_table[:2] == sequence_b.block_table[:2]
+
     scheduler.abort("a")
     scheduler.commit(second, result_of(second, a=BROKEN))
-    assert b.block_table == []
+    assert sequence_b.block_table == []
     assert scheduler.num_preemptions == 1
     assert scheduler.cache.find(request_of("c", [*shared, 3])) == [[]]
     scheduler.check()
@@ -390,9 +415,9 @@ def test_no_block_is_copied_in_a_step_that_is_planned_ahead():
     assert scheduler.must_wait_for_step
     for plan in (second, third):
         scheduler.commit(plan, result_of(plan))
-    last = scheduler.plan()
-    assert len(last.chunks) == 3
-    assert len(last.copies) == 2
+    fourth = scheduler.plan()
+    assert len(fourth.chunks) == 3
+    assert len(fourth.copies) == 2
     assert not scheduler.must_wait_for_step
 
 
@@ -437,38 +462,42 @@ def test_tokens_after_the_expected_token_are_computed_before_the_next_token_is_s
 
 
 def test_a_sequence_whose_logits_are_not_finite_does_not_change_other_sequences(checkpoint):
+    # Half of the prompts begin with token 301, which makes their logits NaN.
     sequences = {str(n): ([300 + n % 2, *range(5, 5 + n)], GREEDY) for n in range(1, 9)}
-    found = {}
-    for is_on in (False, True):
+
+    def answer_all(is_async):
         engine = open_engine(
-            checkpoint("qwen2"), max_num_seqs=3, max_model_len=64, async_scheduling=is_on
+            checkpoint("qwen2"), max_num_seqs=3, max_model_len=64, async_scheduling=is_async
         )
         with torch.inference_mode():
             engine._parts.runner._path._model.get_input_embeddings().weight[301] = float("nan")
-        found[is_on] = answers_of(engine, sequences)
+        answers = answers_of(engine, sequences)
         engine.close()
-    assert [answer.end[0] for answer in found[True].values()].count("error") == 4
-    for key, answer in found[True].items():
-        answer.check_same(found[False][key])
+        return answers
+
+    expected, answers = answer_all(is_async=False), answer_all(is_async=True)
+    assert [answer.end[0] for answer in answers.values()].count("error") == 4
+    for sequence, answer in answers.items():
+        answer.check_same(expected[sequence])
 
 
-@pytest.mark.parametrize("failing", range(1, 6))
-def test_a_failed_forward_pass_ends_its_requests_and_the_engine_continues(checkpoint, failing):
+@pytest.mark.parametrize("failing_pass", range(1, 6))
+def test_a_failed_forward_pass_ends_its_requests_and_the_engine_continues(checkpoint, failing_pass):
     engine = open_engine(checkpoint("qwen2"), max_model_len=64, async_scheduling=True)
-    (clean,) = answers_of(engine, {"clean": ([5, 9, 11], GREEDY)}).values()
-    passes = iter(range(1, 99))
+    (expected,) = answers_of(engine, {"clean": ([5, 9, 11], GREEDY)}).values()
+    pass_numbers = iter(range(1, 99))
 
     def fail(module, args):
-        if next(passes) == failing:
+        if next(pass_numbers) == failing_pass:
             raise RuntimeError("out of something")
 
     hook = engine._parts.runner._path._model.register_forward_pre_hook(fail)
     (broken,) = answers_of(engine, {"broken": ([5, 9, 11], GREEDY)}).values()
     hook.remove()
     assert broken.end[0] == "error"
-    assert broken.token_ids == clean.token_ids[: failing - 1]
+    assert broken.token_ids == expected.token_ids[: failing_pass - 1]
     (again,) = answers_of(engine, {"again": ([5, 9, 11], GREEDY)}).values()
-    again.check_same(clean)
+    again.check_same(expected)
     engine.close()
 
 
@@ -491,23 +520,24 @@ def test_repeated_failures_of_forward_passes_end_the_engine(checkpoint):
 
 def test_the_next_pass_begins_before_tokens_are_read_and_updates_come_step_by_step(checkpoint):
     engine = open_engine(checkpoint("qwen2"), max_model_len=64, async_scheduling=True)
-    events = []
+    calls = []  # the names of the methods of the runner that a step has called
     runner = engine._parts.runner
     for name in ("start", "sample", "finish"):
-        work = getattr(runner, name)
+        method = getattr(runner, name)
 
-        def note(*args, name=name, work=work):
-            events.append(name)
-            return work(*args)
+        def record_and_call(*args, name=name, method=method):
+            calls.append(name)
+            return method(*args)
 
-        setattr(runner, name, note)
+        setattr(runner, name, record_and_call)
+
     engine.add_request("a", [5, 9, 11], replace(GREEDY, max_tokens=3))
-    seen = []
+    calls_and_new_tokens = []
     while engine.has_work():
-        events.clear()
-        updates = engine.step()
-        seen.append((list(events), [len(update.new_token_ids) for update in updates]))
-    assert seen == [
+        calls.clear()
+        num_new_tokens = [len(update.new_token_ids) for update in engine.step()]
+        calls_and_new_tokens.append((list(calls), num_new_tokens))
+    assert calls_and_new_tokens == [
         (["start", "sample", "start", "finish", "sample"], [1]),
         (["start", "finish", "sample"], [1]),
         (["finish"], [1]),

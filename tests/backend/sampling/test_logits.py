@@ -33,6 +33,7 @@ def make_sequence(prompt=(1, 2, 3), output=(), row=0, seed=0, eos=(), **params):
 
 
 def processed(logits, *sequences, processor=None, drafts=()):
+    """Return the logits after penalties and masks. Each row of `logits` belongs to a sequence."""
     processor = processor or LogitsProcessor()
     positions = [Position(sequence, list(drafts)) for sequence in sequences]
     changed = [i for i, sequence in enumerate(sequences) if changes_logits(sequence.params)]
@@ -71,7 +72,7 @@ def test_penalties_follow_their_definition_while_texts_grow_and_rows_change(pena
     rng = np.random.default_rng(3)
     torch.manual_seed(3)
     processor = LogitsProcessor()
-    texts = [
+    sequences = [
         make_sequence(rng.integers(0, VOCAB, size).tolist(), row=row, **penalties)
         for row, size in enumerate((1, 5, 90, 30))
     ]
@@ -79,19 +80,18 @@ def test_penalties_follow_their_definition_while_texts_grow_and_rows_change(pena
     for step in range(100):
         # After preemptions, requests have other rows. Some of the rows belonged to other requests.
         if step % 20 == 19:
-            for text, row in zip(texts, rng.permutation(6).tolist(), strict=False):
-                text.row = row
-        present = [text for text in texts if rng.random() < 0.7] + [plain]
-        logits = torch.randn(len(present), VOCAB) * 3
-        found = processed(logits, *present, processor=processor)
-        for row, text in enumerate(present):
-            count = text.num_prompt_tokens
-            expected = slow_penalties(
-                logits[row], text.token_ids[:count], text.token_ids[count:], text.params
-            )
-            torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
-            if text is not plain:
-                text.token_ids += rng.integers(0, VOCAB, rng.integers(0, 4)).tolist()
+            for sequence, row in zip(sequences, rng.permutation(6).tolist(), strict=False):
+                sequence.row = row
+        batch = [sequence for sequence in sequences if rng.random() < 0.7] + [plain]
+        logits = torch.randn(len(batch), VOCAB) * 3
+        changed_logits = processed(logits, *batch, processor=processor)
+        for sequence, row, changed_row in zip(batch, logits, changed_logits, strict=True):
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            output = sequence.token_ids[sequence.num_prompt_tokens :]
+            expected = slow_penalties(row, prompt, output, sequence.params)
+            torch.testing.assert_close(changed_row, expected, rtol=1e-5, atol=1e-5)
+            if sequence is not plain:
+                sequence.token_ids += rng.integers(0, VOCAB, rng.integers(0, 4)).tolist()
 
 
 def test_penalties_count_the_draft_tokens_before_a_position():
@@ -207,10 +207,10 @@ def test_the_time_of_a_step_does_not_grow_with_the_number_of_bad_words():
     processor = LogitsProcessor()
     logits = torch.zeros(1, VOCAB)
     processed(logits, sequence, processor=processor)  # The first call prepares the words.
-    start = time.thread_time()
+    started_s = time.thread_time()
     for _ in range(20):
         found = processed(logits, sequence, processor=processor)
-    assert time.thread_time() - start < 0.1
+    assert time.thread_time() - started_s < 0.1
     assert found[0].isinf().nonzero().squeeze(1).tolist() == [11, 16]
 
 
@@ -250,13 +250,14 @@ def test_masks_set_all_and_only_forbidden_tokens_to_minus_infinity():
     for vocab_size in (5, 32, 33, 200):
         allowed = rng.random((3, vocab_size)) < 0.5
         logits = torch.randn(4, vocab_size)
-        words = [mask_of(np.flatnonzero(row), vocab_size) for row in allowed]
-        found = with_masks(logits, {0: words[0], 3: words[2], 2: words[1]})
-        for row, limits in ((0, allowed[0]), (2, allowed[1]), (3, allowed[2])):
-            expected = torch.where(torch.from_numpy(limits), logits[row], -INF)
-            assert torch.equal(found[row], expected)
-        assert torch.equal(found[1], logits[1])
-        assert torch.equal(with_masks(logits[[0, 2, 3]], dict(enumerate(words))), found[[0, 2, 3]])
+        masks = [mask_of(np.flatnonzero(row), vocab_size) for row in allowed]
+        masked = with_masks(logits, {0: masks[0], 3: masks[2], 2: masks[1]})
+        for row, is_allowed in ((0, allowed[0]), (2, allowed[1]), (3, allowed[2])):
+            expected = torch.where(torch.from_numpy(is_allowed), logits[row], -INF)
+            assert torch.equal(masked[row], expected)
+        assert torch.equal(masked[1], logits[1])  # This row has no mask.
+        rows = [0, 2, 3]
+        assert torch.equal(with_masks(logits[rows], dict(enumerate(masks))), masked[rows])
 
 
 def test_sampled_tokens_do_not_depend_on_the_slices_of_a_batch(monkeypatch):

@@ -54,6 +54,10 @@ QUANTISED_SUFFIXES = (
     "qdata",
     "_blocks",
     "act_pre_scale",
+    # AutoAWQ divides the outputs of activation functions by these scales, for example in Starcoder2
+    # and BLOOM.
+    ".act.scales",
+    ".gelu_impl.scales",
 )
 """The suffixes that only tensors of quantised weights have. If a tensor has such a suffix and
 belongs to no known layout, the checkpoint is refused, because the weight would be wrong or
@@ -178,7 +182,7 @@ def lazy_weights(
             raise ModelError(
                 f"{tensor.file} contains the tensor {name} of a quantised weight. The other "
                 "tensors of this weight are missing or have an unsupported layout. Download the "
-                "checkpoint again."
+                "checkpoint again, or use another checkpoint of the model."
             )
         # The weight is not quantised, so it consists of one tensor without a suffix.
         weights[name] = LazyWeight({"": tensor}, layout=None, dtype=dtype)

@@ -378,6 +378,14 @@ def test_a_missing_part_of_a_quantised_weight_is_named(tmp_path):
         load(folder)
 
 
+def test_awq_scales_of_activation_functions_are_refused(tmp_path):
+    _, folder = writers.write_pair("starcoder2", tmp_path, *writers.awq())
+    name = "model.layers.0.mlp.act.scales"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(96)}))
+    with pytest.raises(ModelError, match=rf"safetensors contains the tensor {name}"):
+        load(folder)
+
+
 def test_a_quantised_weight_of_a_wrong_shape_is_named(tmp_path):
     _, folder = writers.write_pair("llama", tmp_path, *writers.awq())
     change_tensors(

@@ -33,7 +33,7 @@ def run_storm(load):
 
 
 def check(storm):
-    """Require that no check has failed, and that each endpoint has completed and cancelled requests."""
+    """Check that no check failed and that each endpoint has completed and cancelled requests."""
     assert storm.broken == []
     assert sum(storm.counts.values()) == NUM_REQUESTS
     outcomes = collections.defaultdict(set)

@@ -4,7 +4,7 @@ import string
 
 import numpy as np
 
-STOPS = frozenset({0, 2})
+STOPS = frozenset({0, 2})  # the end-of-sequence tokens of the demo model
 
 
 def schema(rng, depth=0):
@@ -23,46 +23,46 @@ def _word(rng):
 
 def _object(rng, depth):
     names = list(dict.fromkeys(_word(rng) for _ in range(rng.randint(0, 4))))
-    found = {"type": "object", "properties": {n: schema(rng, depth + 1) for n in names}}
-    found["required"] = [n for n in names if rng.random() < 0.6]
+    result = {"type": "object", "properties": {n: schema(rng, depth + 1) for n in names}}
+    result["required"] = [n for n in names if rng.random() < 0.6]
     if rng.random() < 0.7:
-        found["additionalProperties"] = False
-    return found
+        result["additionalProperties"] = False
+    return result
 
 
 def _array(rng, depth):
     low = rng.randint(0, 2)
-    found = {"type": "array", "items": schema(rng, depth + 1), "maxItems": low + rng.randint(0, 3)}
-    return {**found, "minItems": low} if rng.random() < 0.5 else found
+    result = {"type": "array", "items": schema(rng, depth + 1), "maxItems": low + rng.randint(0, 3)}
+    return {**result, "minItems": low} if rng.random() < 0.5 else result
 
 
 def _string(rng, depth):
-    found = {"type": "string"}
+    result = {"type": "string"}
     draw = rng.random()
     if draw < 0.2:
-        found["pattern"] = rng.choice(["^[a-z]{2,5}$", "^\\d{3}-\\d{2}$", "^(ab|cd)+$", "x"])
+        result["pattern"] = rng.choice(["^[a-z]{2,5}$", "^\\d{3}-\\d{2}$", "^(ab|cd)+$", "x"])
     elif draw < 0.5:
-        found["minLength"] = rng.randint(0, 3)
-        found["maxLength"] = found["minLength"] + rng.randint(0, 9)
+        result["minLength"] = rng.randint(0, 3)
+        result["maxLength"] = result["minLength"] + rng.randint(0, 9)
     elif draw < 0.6:
-        found["format"] = rng.choice(["date", "date-time", "uuid", "ipv4"])
-    return found
+        result["format"] = rng.choice(["date", "date-time", "uuid", "ipv4"])
+    return result
 
 
 def _integer(rng, depth):
-    found = {"type": "integer"}
+    result = {"type": "integer"}
     if rng.random() < 0.6:
-        found["minimum"] = rng.randint(-50, 50)
-        found["maximum"] = found["minimum"] + rng.randint(0, 500)
-    return found
+        result["minimum"] = rng.randint(-50, 50)
+        result["maximum"] = result["minimum"] + rng.randint(0, 500)
+    return result
 
 
 def _number(rng, depth):
-    found = {"type": "number"}
+    result = {"type": "number"}
     if rng.random() < 0.5:
-        found["exclusiveMinimum"] = round(rng.uniform(-5, 5), 1)
-        found["maximum"] = round(found["exclusiveMinimum"] + rng.uniform(0.5, 9), 1)
-    return found
+        result["exclusiveMinimum"] = round(rng.uniform(-5, 5), 1)
+        result["maximum"] = round(result["exclusiveMinimum"] + rng.uniform(0.5, 9), 1)
+    return result
 
 
 def _enum(rng, depth):
@@ -106,15 +106,13 @@ def walk(guide, vocabulary, rng, *, limit=400, jump=False):
             continue
         assert guide.fill(row)
         allowed = bits(row, vocabulary.size)
-        ends = [one for one in allowed if one in STOPS]
-        if ends and rng.random() < 0.5:
-            guide.accept([ends[0]])
-            return b"".join(vocabulary.tokens[one] for one in taken).decode("utf-8", "replace")
-        allowed = [one for one in allowed if one not in STOPS] or allowed
-        closing = [one for one in allowed if vocabulary.tokens[one][:1] in b'"}],']
-        token = rng.choice(closing if closing and rng.random() < 0.6 else allowed)
+        stops = [token for token in allowed if token in STOPS]
+        others = [token for token in allowed if token not in STOPS]
+        if stops and (not others or rng.random() < 0.5):
+            guide.accept([stops[0]])
+            return b"".join(vocabulary.tokens[token] for token in taken).decode("utf-8", "replace")
+        closing = [token for token in others if vocabulary.tokens[token][:1] in b'"}],']
+        token = rng.choice(closing if closing and rng.random() < 0.6 else others)
         guide.accept([token])
-        if token in STOPS:
-            return b"".join(vocabulary.tokens[one] for one in taken).decode("utf-8", "replace")
         taken.append(token)
     return None

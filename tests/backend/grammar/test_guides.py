@@ -31,8 +31,8 @@ EOS = {2, 0}
     ],
 )
 def test_a_grammar_accepts_matching_text_and_no_other_text(spec, fits, fits_not, guide, vocabulary):
-    held = guide(spec)
-    held.accept([*vocabulary.encode(fits), 2])
+    state = guide(spec)
+    state.accept([*vocabulary.encode(fits), 2])
     with pytest.raises(EngineError, match="not allowed"):
         guide(spec).accept([*vocabulary.encode(fits_not), 2])
 
@@ -99,21 +99,21 @@ DOUBLED = "\n".join(
 def test_a_text_that_may_be_huge_is_not_forced(node, guide, vocabulary):
     elements = [{"type": "const_string", "value": "x"}, node]
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
-    held = guide(GrammarSpec("structural_tag", json.dumps(tag)))
-    held.accept(vocabulary.encode("x"))
-    assert held.fork().forced() == []
+    state = guide(GrammarSpec("structural_tag", json.dumps(tag)))
+    state.accept(vocabulary.encode("x"))
+    assert state.fork().forced() == []
 
 
 def test_the_text_of_an_ebnf_grammar_is_not_forced(guide, vocabulary):
-    held = guide(GrammarSpec("ebnf", DOUBLED))
-    held.accept(vocabulary.encode("a")[:1])
-    assert held.fork().forced() == []
+    state = guide(GrammarSpec("ebnf", DOUBLED))
+    state.accept(vocabulary.encode("a")[:1])
+    assert state.fork().forced() == []
 
 
 def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
-    held = guide(GrammarSpec.choice(["yes"]))
-    held.accept(vocabulary.encode("yes"))
-    assert allowed(held) == EOS
+    state = guide(GrammarSpec.choice(["yes"]))
+    state.accept(vocabulary.encode("yes"))
+    assert allowed(state) == EOS
     other = guide(GrammarSpec.choice(["yes"]), stops=frozenset({7}))
     other.accept(vocabulary.encode("yes"))
     assert allowed(other) == {7}
@@ -122,16 +122,16 @@ def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
 
 
 def test_without_stop_tokens_the_checkpoints_stop_tokens_end_the_answer(guide, allowed, vocabulary):
-    held = guide(GrammarSpec.choice(["yes"]), stops=frozenset())
-    held.accept(vocabulary.encode("yes"))
-    assert allowed(held) == EOS
+    state = guide(GrammarSpec.choice(["yes"]), stops=frozenset())
+    state.accept(vocabulary.encode("yes"))
+    assert allowed(state) == EOS
 
 
 def test_markup_is_never_text(guide, allowed, vocabulary):
     free = {"type": "structural_tag", "format": {"type": "any_text"}}
-    held = guide(GrammarSpec("structural_tag", json.dumps(free)))
-    assert 1 not in allowed(held)  # Token 1 is <|im_start|>.
-    assert vocabulary.encode("hello")[0] in allowed(held)
+    state = guide(GrammarSpec("structural_tag", json.dumps(free)))
+    assert 1 not in allowed(state)  # Token 1 is <|im_start|>.
+    assert vocabulary.encode("hello")[0] in allowed(state)
     text = guide(GrammarSpec("json_schema", '{"type": "string"}'))
     text.accept(vocabulary.encode('"a'))
     assert not allowed(text) & {0, 1, 2}
@@ -167,18 +167,18 @@ def test_forced_text_has_the_tokens_that_the_tokenizer_returns(guide, vocabulary
         "content": {"type": "json_schema", "json_schema": schema},
         "end": "}\n</tool_call>",
     }
-    held = guide(
+    state = guide(
         GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
     )
-    forced = held.forced()
+    forced = state.forced()
     assert forced == vocabulary.encode('<tool_call>\n{"name": "get_weather", "arguments": {')[:-1]
-    held.accept(forced)
+    state.accept(forced)
 
 
 def test_nothing_is_forced_where_the_answer_may_end(guide, vocabulary):
-    held = guide(GrammarSpec("regex", "ab(cdefgh)?"))
-    held.accept(vocabulary.encode("ab"))
-    assert held.forced() == []
+    state = guide(GrammarSpec("regex", "ab(cdefgh)?"))
+    state.accept(vocabulary.encode("ab"))
+    assert state.forced() == []
 
 
 @pytest.mark.parametrize(

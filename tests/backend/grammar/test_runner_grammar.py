@@ -76,13 +76,13 @@ def answer(runner, sequences, rng=None, expected=None, limit=400):
             return
         chunks = []
         for sequence in active:
-            guesses = []
+            drafts = []
             if expected:
-                done = len(output_of(sequence))
-                guesses = list(expected[sequences.index(sequence)][done : done + rng.randrange(4)])
-                if guesses and rng.random() < 0.4:
-                    guesses[-1] = rng.randrange(VOCAB)
-            chunks.append(chunk_of(sequence, drafts=guesses))
+                next_tokens = expected[sequences.index(sequence)][len(output_of(sequence)) :]
+                drafts = list(next_tokens[: rng.randrange(4)])
+                if drafts and rng.random() < 0.4:
+                    drafts[-1] = rng.randrange(VOCAB)
+            chunks.append(chunk_of(sequence, drafts=drafts))
         for sampled in run(runner, *chunks).sampled:
             assert sampled.error is None, sampled.error
     raise AssertionError("an answer does not end")
@@ -98,28 +98,30 @@ def test_answers_match_their_schema_and_draft_tokens_change_nothing(guides, deco
     sequences = batch()
     answer(Runner(HashedPath(VOCAB)), sequences)
     for sequence in sequences:
-        jsonschema.validate(json.loads(decode(output_of(sequence)[:-1])), SCHEMA)
+        *answer_tokens, _ = output_of(sequence)
+        jsonschema.validate(json.loads(decode(answer_tokens)), SCHEMA)
+
     expected = [output_of(sequence) for sequence in sequences]
-    again = batch()
-    answer(Runner(HashedPath(VOCAB)), again, random.Random(1), expected)
-    assert [output_of(sequence) for sequence in again] == expected
+    with_drafts = batch()
+    answer(Runner(HashedPath(VOCAB)), with_drafts, random.Random(1), expected)
+    assert [output_of(sequence) for sequence in with_drafts] == expected
 
 
 def test_draft_tokens_do_not_replace_forced_tokens(guides):
     spec = GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": TAG}))
 
-    def answer_of(guesses=(), **params):
+    def answer_of(drafts=(), **params):
         sequence = make_sequence(guides, spec, temperature=0.0, **params)
         runner = Runner(HashedPath(VOCAB))
-        run(runner, chunk_of(sequence, drafts=guesses))
+        run(runner, chunk_of(sequence, drafts=drafts))
         answer(runner, [sequence])
         return output_of(sequence)
 
     # With log-probabilities, the runner samples every token and forces none. The text is the same,
     # but it consists of other tokens.
-    drawn, forced = answer_of(logprobs=0), answer_of()
-    assert drawn != forced
-    assert answer_of(guesses=drawn[:6]) == forced
+    sampled, forced = answer_of(logprobs=0), answer_of()
+    assert sampled != forced
+    assert answer_of(drafts=sampled[:6]) == forced
 
 
 def test_forced_tokens_need_few_steps(guides, decode):

@@ -25,11 +25,12 @@ SLOW = GrammarSpec("ebnf", "slow")
 QUICK = GrammarSpec("regex", "a+")
 
 
-def schema(**words):
-    return GrammarSpec("json_schema", json.dumps({"type": "object", **words}))
+def schema(**keywords):
+    return GrammarSpec("json_schema", json.dumps({"type": "object", **keywords}))
 
 
 def tag(schema):
+    """Return a structural tag whose text is null or a value that a JSON schema allows."""
     node = {"type": "json_schema", "json_schema": {"anyOf": [{"type": "null"}, schema]}}
     return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": node}))
 

@@ -198,9 +198,9 @@ def test_a_stored_response_goes_on_with_the_output_of_the_tool(client, served, b
 
 def test_a_wrong_tool_is_an_error_of_the_library(client):
     wrong = FLAT | {"format": LARK | {"syntax": "regex", "definition": "(a"}}
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai.BadRequestError) as raised:
         client.responses.create(model="echo", input="hi", tools=[wrong])
-    assert caught.value.param == "tools[0].format.definition"
+    assert raised.value.param == "tools[0].format.definition"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])

@@ -218,12 +218,12 @@ def test_openai_client_completes_and_lists_models(client):
 
 def test_openai_client_raises_its_own_errors(client):
     messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model="echo", messages=messages, temperature=9)
-    assert caught.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError) as caught:
+    assert raised.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as raised:
         client.chat.completions.create(model="other", messages=messages)
-    assert caught.value.code == "model_not_found"
+    assert raised.value.code == "model_not_found"
 
 
 def test_openai_client_sees_an_error_in_mid_stream(client):

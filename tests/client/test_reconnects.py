@@ -57,10 +57,10 @@ class Proxy:
 
 async def use(backend, number):
     """Read a stream until the connection to the server is lost."""
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(BackendError) as raised:
         async for _ in backend.generate(Generation(f"stream-{number}", text_input="Go")):
             pass
-    assert caught.value.code == "UNAVAILABLE"
+    assert raised.value.code == "UNAVAILABLE"
 
 
 async def until(condition):
@@ -72,7 +72,7 @@ async def until(condition):
 
 def num_held():
     """Return the number of open files plus the number of gRPC channels of this process."""
-    channels = sum(isinstance(one, grpc.aio.Channel) for one in gc.get_objects())
+    channels = sum(isinstance(item, grpc.aio.Channel) for item in gc.get_objects())
     return len(os.listdir("/proc/self/fd")) + channels
 
 

@@ -103,9 +103,9 @@ def test_a_size_is_a_number_or_a_text_with_a_unit(text, size):
 
 def test_an_unknown_or_shortened_flag_is_an_error(capsys):
     for flag in ("--prot", "--por"):
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(SystemExit) as raised:
             settings_from_flags([flag, "1"], {})
-        assert caught.value.code == 2
+        assert raised.value.code == 2
         assert flag in capsys.readouterr().err
 
 

@@ -21,27 +21,27 @@ def pins(variant):
     text = (LOCKS / f"{variant}.txt").read_text().replace("\\\n", " ")
     lines = [line.split(" --hash=") for line in text.splitlines() if line]
     requirements = [(Requirement(words[0].strip()), len(words) - 1) for words in lines]
-    return {canonicalize_name(one.name): (one, hashes) for one, hashes in requirements}
+    return {canonicalize_name(pin.name): (pin, num_hashes) for pin, num_hashes in requirements}
 
 
 def requirements():
     """Return the requirements of the three packages, including the extras that are locked."""
-    found = [Requirement("numpy<2")]
+    requirements_of_packages = [Requirement("numpy<2")]
     for package, extra in re.findall(r"^\./(\w+)(.*)$", (LOCKS / "packages.in").read_text(), re.M):
         project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
         extras = project.get("optional-dependencies", {})
         lists = [project["dependencies"], *(extras[name] for name in re.findall(r"\w+", extra))]
-        found += [Requirement(text) for names in lists for text in names]
-    return [one for one in found if not one.name.startswith("nereid-")]
+        requirements_of_packages += [Requirement(text) for names in lists for text in names]
+    return [item for item in requirements_of_packages if not item.name.startswith("nereid-")]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_requirement_is_locked_in_an_allowed_version(variant):
     locked = pins(variant)
     assert len(locked) > len(requirements())
-    for one in requirements():
-        (pin,) = locked[canonicalize_name(one.name)][0].specifier
-        assert one.specifier.contains(pin.version), one
+    for requirement in requirements():
+        (pin,) = locked[canonicalize_name(requirement.name)][0].specifier
+        assert requirement.specifier.contains(pin.version), requirement
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

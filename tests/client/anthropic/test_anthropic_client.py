@@ -186,10 +186,10 @@ def test_omitted_thinking_has_a_signature_but_no_text(client):
 
 
 def test_tokens_are_counted_without_generating(client, backend):
-    before = backend.most_active
+    most_active_before = backend.most_active
     count = client.messages.count_tokens(model="echo", messages=ask("one two three"), system="Hi")
     assert count.input_tokens == 3
-    assert backend.most_active == before
+    assert backend.most_active == most_active_before
 
 
 @pytest.mark.parametrize(
@@ -218,17 +218,17 @@ def test_errors_raise_the_client_s_exceptions(client, change, error, kind):
 
 
 def test_an_overloaded_server_has_the_status_of_anthropic_s_api(client):
-    with pytest.raises(anthropic.APIStatusError) as caught:
+    with pytest.raises(anthropic.APIStatusError) as raised:
         client.messages.create(messages=ask("<fail UNAVAILABLE full>"), **FIELDS)
-    assert caught.value.status_code == 529
-    assert caught.value.response.headers["retry-after"] == "1"
+    assert raised.value.status_code == 529
+    assert raised.value.response.headers["retry-after"] == "1"
 
 
 def test_a_prompt_that_is_too_long_is_reported_in_the_words_that_agents_expect(client):
     prompt = "<fail INVALID_ARGUMENT prompt has 9000 tokens; the limit is 4096 (max_model_len)>"
-    with pytest.raises(anthropic.BadRequestError) as caught:
+    with pytest.raises(anthropic.BadRequestError) as raised:
         client.messages.create(messages=ask(prompt), **FIELDS)
-    assert caught.value.api_message.startswith("prompt is too long: 9000 tokens > 4096 maximum.")
+    assert raised.value.api_message.startswith("prompt is too long: 9000 tokens > 4096 maximum.")
 
 
 def test_an_error_of_the_backend_names_the_field_of_the_messages_api(client):
@@ -240,21 +240,21 @@ def test_an_error_of_the_backend_names_the_field_of_the_messages_api(client):
 def test_an_error_in_mid_stream_is_raised(client):
     prompt = "one <pause 0.02><fail INTERNAL it broke>"
     with (
-        pytest.raises(anthropic.APIStatusError, match="it broke") as caught,
+        pytest.raises(anthropic.APIStatusError, match="it broke") as raised,
         client.messages.stream(messages=ask(prompt), **FIELDS) as stream,
     ):
         stream.until_done()
-    assert caught.value.type == "api_error"
+    assert raised.value.type == "api_error"
 
 
 @pytest.mark.parametrize("fields", [{"api_key": "wrong"}, {"auth_token": "wrong"}])
 def test_a_wrong_key_is_refused(url, fields):
     with (
         anthropic.Anthropic(base_url=url, max_retries=0, **fields) as client,
-        pytest.raises(anthropic.AuthenticationError) as caught,
+        pytest.raises(anthropic.AuthenticationError) as raised,
     ):
         client.messages.create(messages=ask("hi"), **FIELDS)
-    assert caught.value.type == "authentication_error"
+    assert raised.value.type == "authentication_error"
 
 
 def test_the_keys_of_the_key_file_and_their_limits_apply(url):
@@ -262,9 +262,9 @@ def test_the_keys_of_the_key_file_and_their_limits_apply(url):
         assert client.messages.create(messages=ask("hi"), **FIELDS).content[0].text == "hi"
     with anthropic.Anthropic(base_url=url, api_key="limited-key", max_retries=0) as client:
         client.messages.create(messages=ask("hi"), **FIELDS)
-        with pytest.raises(anthropic.RateLimitError, match="requests_per_minute") as caught:
+        with pytest.raises(anthropic.RateLimitError, match="requests_per_minute") as raised:
             client.messages.create(messages=ask("hi"), **FIELDS)
-    assert int(caught.value.response.headers["retry-after"]) > 0
+    assert int(raised.value.response.headers["retry-after"]) > 0
 
 
 def test_models_are_listed_in_anthropic_s_format(client):
@@ -272,9 +272,9 @@ def test_models_are_listed_in_anthropic_s_format(client):
     assert (model.id, model.display_name, model.type) == ("echo", "echo", "model")
     assert model.created_at.year >= 2024
     assert client.models.retrieve("echo") == model
-    with pytest.raises(anthropic.NotFoundError) as caught:
+    with pytest.raises(anthropic.NotFoundError) as raised:
         client.models.retrieve("other")
-    assert caught.value.type == "not_found_error"
+    assert raised.value.type == "not_found_error"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_the_pages_of_the_models_contain_each_model_once(client):
 
 
 def test_a_client_that_goes_away_aborts_its_request(client, backend):
-    before = len(backend.aborted)
+    num_aborted_before = len(backend.aborted)
     with client.messages.stream(messages=ask("one <pause 60>two"), **FIELDS) as stream:
         next(iter(stream))
-    wait_for(lambda: len(backend.aborted) == before + 1)
+    wait_for(lambda: len(backend.aborted) == num_aborted_before + 1)

@@ -50,9 +50,9 @@ def test_the_longest_time_to_live_counts(request_body, expected):
 
 
 def test_a_wrong_time_names_its_place():
-    with pytest.raises(FieldError) as caught:
+    with pytest.raises(FieldError) as raised:
         cache_retention(body(messages=marked(TEXT, {"type": "ephemeral", "ttl": "2h"})))
-    assert "messages[0].content[0].cache_control" in str(caught.value)
+    assert "messages[0].content[0].cache_control" in str(raised.value)
 
 
 def test_the_user_id_names_the_session():

@@ -28,9 +28,9 @@ def messages_of(*messages, **fields):
 
 
 def refusal(**fields):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as raised:
         translate(**fields)
-    return caught.value.message
+    return raised.value.message
 
 
 def blocks(*texts):

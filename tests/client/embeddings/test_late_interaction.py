@@ -51,15 +51,15 @@ def test_the_score_is_the_sum_of_the_largest_products():
     random = np.random.default_rng(0)
     sizes = [(3, 5), (1, 1), (4, 2)]
     pairs = [(random.normal(size=(m, 8)), random.normal(size=(n, 8))) for m, n in sizes]
-    wanted = [sum(max(q @ d for d in document) for q in query) for query, document in pairs]
+    expected = [sum(max(q @ d for d in document) for q in query) for query, document in pairs]
     queries, documents = zip(*pairs, strict=True)
-    np.testing.assert_allclose(max_sim(queries, documents), wanted, rtol=1e-6)
+    np.testing.assert_allclose(max_sim(queries, documents), expected, rtol=1e-6)
 
 
 async def test_documents_are_ranked_by_their_late_interaction(ask, pooling):
     answer = (await ask("/v1/rerank", model="tiny-embed", query="ab", documents=DOCUMENTS)).json()
-    found = [(one["index"], one["relevance_score"]) for one in answer["results"]]
-    assert found == [(0, 2.0), (2, 2.0), (1, 0.0)]
+    ranking = [(result["index"], result["relevance_score"]) for result in answer["results"]]
+    assert ranking == [(0, 2.0), (2, 2.0), (1, 0.0)]
     assert answer["model"] == "tiny-embed"
     assert answer["usage"]["prompt_tokens"] == 2 + 9
     assert [call.options.get("prompt_name") for call in pooling.calls] == ["query", "document"]
@@ -69,11 +69,11 @@ async def test_pages_that_are_images_are_ranked_by_their_late_interaction(ask, p
     # The fake model treats an image like the text "image".
     documents = ["xyz", {"image": "aGk="}]
     answer = (await ask("/v1/rerank", query="gem", documents=documents)).json()
-    found = [(one["index"], one["relevance_score"]) for one in answer["results"]]
-    assert found == [(1, 3.0), (0, 0.0)]
+    ranking = [(result["index"], result["relevance_score"]) for result in answer["results"]]
+    assert ranking == [(1, 3.0), (0, 0.0)]
     assert [next(iter(call.tensors)) for call in pooling.calls] == ["texts", "parts"]
     scores = (await ask("/v1/score", text_1="gem", text_2=documents)).json()["data"]
-    assert [one["score"] for one in scores] == [0.0, 3.0]
+    assert [pair["score"] for pair in scores] == [0.0, 3.0]
 
 
 async def test_the_event_loop_computes_no_scores(ask):
@@ -102,9 +102,9 @@ async def test_a_model_that_does_not_answer_is_not_called_a_wrong_model(ask, poo
 async def test_pairs_are_scored_one_by_one_or_with_one_query(ask):
     body = {"text_1": ["ab", "zz", "b"], "text_2": DOCUMENTS}
     answer = (await ask("/score", **body)).json()
-    assert [one["score"] for one in answer["data"]] == [2.0, 2.0, 1.0]
+    assert [pair["score"] for pair in answer["data"]] == [2.0, 2.0, 1.0]
     answer = (await ask("/v1/score", text_1="z", text_2=DOCUMENTS)).json()
-    assert [one["score"] for one in answer["data"]] == [0.0, 1.0, 0.0]
+    assert [pair["score"] for pair in answer["data"]] == [0.0, 1.0, 0.0]
 
 
 async def test_a_text_that_is_too_long_is_reported_with_its_field(ask):

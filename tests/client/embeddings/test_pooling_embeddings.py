@@ -125,7 +125,7 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message_part"),
     [
         ({}, "input is required, but the request does not contain it"),
         ({"input": []}, "input must not be an empty list"),
@@ -179,8 +179,8 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
         ),
     ],
 )
-async def test_what_is_wrong_is_named(ask, fields, said):
-    assert said in problem(await ask("/v1/embeddings", **fields))["message"]
+async def test_what_is_wrong_is_named(ask, fields, message_part):
+    assert message_part in problem(await ask("/v1/embeddings", **fields))["message"]
 
 
 async def test_half_a_surrogate_pair_is_refused(connect_pooling):
@@ -210,7 +210,7 @@ async def test_the_field_of_mistral_and_voyage_shortens_the_vectors(ask, path):
 
 
 @pytest.mark.parametrize(
-    ("model", "status", "said"),
+    ("model", "status", "message_part"),
     [
         (
             "echo",
@@ -229,9 +229,9 @@ async def test_the_field_of_mistral_and_voyage_shortens_the_vectors(ask, path):
         ),
     ],
 )
-async def test_the_wrong_model_is_told_which_one_is_right(ask, model, status, said):
+async def test_the_wrong_model_is_told_which_one_is_right(ask, model, status, message_part):
     error = problem(await ask("/v1/embeddings", model=model, input="a"), status)
-    assert said in error["message"]
+    assert message_part in error["message"]
     assert error["param"] == "model"
 
 

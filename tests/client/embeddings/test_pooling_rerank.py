@@ -110,7 +110,7 @@ async def test_an_embedding_model_scores_images_by_their_cosine(ask, pooling):
     pooling.unconfigured = {"rerank"}
     body = {"text_1": "image", "text_2": [{"image": "aGk="}, "image"]}
     scores = (await ask("/v1/score", **body)).json()["data"]
-    assert [one["score"] for one in scores] == [pytest.approx(1.0)] * 2
+    assert [pair["score"] for pair in scores] == [pytest.approx(1.0)] * 2
     assert "parts" in pooling.calls[-1].tensors
 
 
@@ -126,7 +126,7 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said", "param"),
+    ("fields", "message_part", "param"),
     [
         ({"documents": ["a"]}, "query is required, but the request does not contain it", "query"),
         (
@@ -178,9 +178,9 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
         ),
     ],
 )
-async def test_what_is_wrong_is_named(ask, fields, said, param):
+async def test_what_is_wrong_is_named(ask, fields, message_part, param):
     error = problem(await ask("/v1/rerank", **fields))
-    assert said in error["message"]
+    assert message_part in error["message"]
     assert error["param"] == param
 
 
@@ -294,7 +294,7 @@ async def test_a_sentence_that_is_too_long_is_named(ask):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message_part"),
     [
         ({"text_1": "a"}, "text_2 is required, but the request does not contain it"),
         ({"text_1": "a", "text_2": []}, "text_2 must not be an empty list"),
@@ -308,8 +308,8 @@ async def test_a_sentence_that_is_too_long_is_named(ask):
         ),
     ],
 )
-async def test_sides_that_do_not_fit_are_refused(ask, fields, said):
-    assert said in problem(await ask("/v1/score", **fields))["message"]
+async def test_sides_that_do_not_fit_are_refused(ask, fields, message_part):
+    assert message_part in problem(await ask("/v1/score", **fields))["message"]
 
 
 async def test_classes_come_with_labels_and_probabilities(ask):
@@ -333,11 +333,11 @@ async def test_a_reranker_without_labels_does_not_classify(ask, pooling):
 async def test_passages_are_ranked_in_the_format_of_nim(ask, pooling):
     passages = [{"text": "x"}, {"text": "a b"}, "a"]
     answer = (await ask("/v1/ranking", query={"text": "a b"}, passages=passages)).json()
-    assert [one["index"] for one in answer["rankings"]] == [1, 2, 0]
-    logits = [one["logit"] for one in answer["rankings"]]
+    assert [passage["index"] for passage in answer["rankings"]] == [1, 2, 0]
+    logits = [passage["logit"] for passage in answer["rankings"]]
     assert logits == sorted(logits, reverse=True)
     assert answer["usage"]["prompt_tokens"] > 0
     assert pooling.calls[-1].options["activation"] == "none"
-    problem_of = await ask("/v1/ranking", query={"text": "a"}, passages=[{"image": "x"}])
-    assert problem_of.status_code == 400
-    assert problem_of.json()["error"]["param"] == "passages"
+    refusal = await ask("/v1/ranking", query={"text": "a"}, passages=[{"image": "x"}])
+    assert refusal.status_code == 400
+    assert refusal.json()["error"]["param"] == "passages"

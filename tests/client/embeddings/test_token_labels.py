@@ -28,30 +28,31 @@ def tagger(pooling):
 
 
 def test_neighbouring_tokens_with_one_label_are_a_group():
-    found = labelled_groups(TEXT, probabilities(), OFFSETS, LABELS)
-    assert [(one["entity_group"], one["word"], one["start"], one["end"]) for one in found] == [
+    entities = labelled_groups(TEXT, probabilities(), OFFSETS, LABELS)
+    fields = ("entity_group", "word", "start", "end")
+    assert [tuple(entity[field] for field in fields) for entity in entities] == [
         ("LOC", "New York", 3, 11),
         ("LOC", "Rome", 12, 16),
         ("PER", "Bo", 17, 19),
     ]
-    assert found[0]["score"] == pytest.approx(0.7)
+    assert entities[0]["score"] == pytest.approx(0.7)
 
 
 def test_a_label_without_a_prefix_continues_its_group():
     rows = np.array([[0.2, 0.8], [0.4, 0.6], [0.9, 0.1]], dtype=np.float32)
-    found = labelled_groups("ab cd e", rows, np.array([[0, 2], [2, 5], [5, 7]]), ["O", "N-X"])
-    assert [(one["entity_group"], one["word"]) for one in found] == [("N-X", "ab cd")]
+    entities = labelled_groups("ab cd e", rows, np.array([[0, 2], [2, 5], [5, 7]]), ["O", "N-X"])
+    assert [(entity["entity_group"], entity["word"]) for entity in entities] == [("N-X", "ab cd")]
 
 
 def test_the_space_before_a_group_is_left_out():
     rows = np.array([[0.2, 0.8]], dtype=np.float32)
-    (found,) = labelled_groups("in Rome", rows, np.array([[2, 7]]), ["O", "LOC"])
-    assert (found["word"], found["start"], found["end"]) == ("Rome", 3, 7)
+    (entity,) = labelled_groups("in Rome", rows, np.array([[2, 7]]), ["O", "LOC"])
+    assert (entity["word"], entity["start"], entity["end"]) == ("Rome", 3, 7)
 
 
 def test_each_labelled_token_has_its_index():
-    found = labelled_tokens(TEXT, probabilities(), OFFSETS, LABELS)
-    assert [(one["entity"], one["index"], one["word"]) for one in found] == [
+    entities = labelled_tokens(TEXT, probabilities(), OFFSETS, LABELS)
+    assert [(entity["entity"], entity["index"], entity["word"]) for entity in entities] == [
         ("B-LOC", 2, "New"),
         ("I-LOC", 3, " York"),
         ("B-LOC", 4, "Rome"),
@@ -73,7 +74,7 @@ async def test_predict_returns_the_labelled_parts_of_each_text(ask):
 @pytest.mark.parametrize("task", [{"task": "token_classify"}, {}])
 async def test_pooling_returns_the_probabilities_of_each_token(ask, task):
     answer = (await ask("/pooling", model="tiny-rerank", input=["ay", "b"], **task)).json()
-    assert [one["data"] for one in answer["data"]] == [
+    assert [row["data"] for row in answer["data"]] == [
         [[1.0, 0.0], [0.5, 0.5], [0.25, 0.75]],
         [[1.0, 0.0], [0.5, 0.5]],
     ]

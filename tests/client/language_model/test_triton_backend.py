@@ -82,10 +82,10 @@ async def test_sampling_parameters_arrive_and_raw_text_comes_only_when_asked_for
 @pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "UNAVAILABLE", "CANCELLED", "INTERNAL"])
 @pytest.mark.parametrize("before", ["", "one two "])
 async def test_an_error_keeps_its_code_and_message(backend, code, before):
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(BackendError) as raised:
         await collect(backend, f"{before}<fail {code} temperature: is odd>")
-    assert caught.value.code == code
-    assert caught.value.message == "temperature: is odd"
+    assert raised.value.code == code
+    assert raised.value.message == "temperature: is odd"
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ async def test_a_prompt_is_tokenised_without_generating(backend):
 
 
 async def test_a_prompt_that_cannot_be_tokenised_is_the_callers_fault(backend):
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(BackendError) as raised:
         await backend.tokenize(Generation("request", text_input="<fail>"))
-    assert caught.value.code == "INVALID_ARGUMENT"
-    assert caught.value.message == "text_input: cannot be tokenised"
+    assert raised.value.code == "INVALID_ARGUMENT"
+    assert raised.value.message == "text_input: cannot be tokenised"
 
 
 async def test_closing_the_answer_cancels_the_request_on_the_server(backend, server):

@@ -134,7 +134,7 @@ def test_the_log_probabilities_of_a_part_are_those_of_the_tokens_of_its_text(del
     for item in answer.output:
         if item["type"] == "message":
             (part,) = item["content"]
-            assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+            assert "".join(logprob["token"] for logprob in part["logprobs"]) == part["text"]
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,9 @@ def test_a_damaged_file_is_found_without_loading_it(tmp_path, damage):
     if any(word in damage for word in FOUND_AT_LOAD):
         checks.check_checkpoint(broken)
     else:
-        with pytest.raises(CliError, match="Download it again") as caught:
+        with pytest.raises(CliError, match="Download it again") as raised:
             checks.check_checkpoint(broken)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("header", [b"[]", b"7", b'{"weight": []}', b'{"weight": {"a": 1}}', b"{"])

@@ -52,8 +52,8 @@ def test_an_address_that_is_in_use_is_reported_with_the_setting():
 
 def test_a_host_name_gives_sockets_for_each_of_its_addresses():
     sockets = listening_sockets("localhost", 0)
-    hosts = {one.getsockname()[0] for one in sockets}
+    hosts = {each_socket.getsockname()[0] for each_socket in sockets}
     expected = {info[4][0] for info in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)}
     assert hosts == expected
-    for one in sockets:
-        one.close()
+    for each_socket in sockets:
+        each_socket.close()

@@ -20,7 +20,7 @@ from nereid_backend.core.sequence import Sequence
 
 NUM_REQUESTS = int(os.environ.get("NEREID_WORKLOAD_REQUESTS", "120"))
 
-NUM_STATES = 12
+NUM_STATES = 12  # the number of recurrent states, those of running sequences and snapshots
 
 KINDS = {
     "plain": {"enable_prefix_caching": False},
@@ -114,6 +114,7 @@ class Workload:
         return [self.rng.randrange(EOS + 1, 40) for _ in range(count)]
 
     def arrive(self) -> None:
+        """Add a random request. Its prompt begins with a part of one of the stems."""
         rng, name = self.rng, f"r{len(self.requests)}"
         stem = rng.choice(self.stems)[: rng.randint(0, self.longest // 2)]
         prompt = stem + self.tokens(rng.randint(0 if stem else 1, 2))
@@ -156,6 +157,7 @@ class Workload:
             assert len(self.model.snapshots) <= NUM_STATES - num_running
 
     def take(self, updates: list[RequestUpdate]) -> None:
+        """Record the updates of a step. A sequence must have no update after its last update."""
         for update in updates:
             key = (update.request_id, update.index)
             assert key in self.alive, "reported after its end"
@@ -170,7 +172,8 @@ class Workload:
         self.scheduler.check()
 
     def run(self, num_requests: int, cancelled: float) -> None:
-        limit = 200 * num_requests
+        """Run steps until all requests have ended. `cancelled` is a probability for each step."""
+        num_steps_left = 200 * num_requests
         while len(self.requests) < num_requests or self.scheduler.has_work():
             if len(self.requests) < num_requests:
                 if self.rng.random() < 0.3:
@@ -178,10 +181,11 @@ class Workload:
                 if self.alive and self.rng.random() < cancelled:
                     self.cancel()
             self.step()
-            limit -= 1
-            assert limit > 0, "a request starved"
+            num_steps_left -= 1
+            assert num_steps_left > 0, "a request starved"
 
     def check(self) -> None:
+        """Compare all answers with those of the scripted model."""
         assert self.ends.keys() == self.answers.keys()
         assert self.scheduler.pool.num_used == 0
         for (name, index), answer in self.answers.items():
@@ -192,11 +196,11 @@ class Workload:
                 assert answer == tokens[: len(answer)]
             else:
                 assert (answer, self.ends[name, index]) == (tokens, reason)
-            wants = sequence.params.prompt_logprobs is not None
-            if wants and self.answers[name, 0]:
+            is_requested = sequence.params.prompt_logprobs is not None
+            if is_requested and self.answers[name, 0]:
                 first, *others = self.prompt_logprobs[name]
                 assert first is None
-                assert [one.token_ids[0] for one in others] == prompt[1:]
+                assert [logprobs.token_ids[0] for logprobs in others] == prompt[1:]
 
 
 @pytest.mark.parametrize("kind", KINDS)

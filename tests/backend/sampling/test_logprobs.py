@@ -19,15 +19,14 @@ def test_top_logprobs_are_log_softmax_of_the_models_own_logits():
         make_sequence(row=3, logprobs=20, temperature=0.3, logit_bias={3: 50}),
     ]
     expected = logits.log_softmax(-1)
-    for row, outcome in enumerate(sample(logits, sequences)):
-        wanted = sequences[row].params.logprobs
-        if wanted is None:
-            assert outcome.top is None
-            continue
+    outcomes = sample(logits, sequences)
+    assert outcomes[2].top is None  # Only this sequence requests no log-probabilities.
+    for row in (0, 1, 3):
+        outcome, num_top = outcomes[row], sequences[row].params.logprobs
         (top,) = outcome.top
         assert top.token_ids[0] == outcome.token_ids[0]
         assert top.logprobs[0] == outcome.logprobs[0]
-        assert top.token_ids[1:] == expected[row].topk(wanted).indices.tolist()
+        assert top.token_ids[1:] == expected[row].topk(num_top).indices.tolist()
         assert top.logprobs == pytest.approx(expected[row][top.token_ids].tolist(), abs=1e-5)
         own = expected[row, top.token_ids[0]]
         assert top.rank == 1 + (expected[row] > own).sum().item()
@@ -72,14 +71,22 @@ def test_prompt_logprobs_in_chunks_equal_those_of_transformers(checkpoint):
     params = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=4)
     sequence = Sequence("r", prompt, params, max_total_tokens=99)
     sequence.row, sequence.block_table = 0, [0, 1]
-    found = []
+    prompt_logprobs = []
     for start, end in ((0, 9), (9, 10), (10, 23)):
-        chunk = Chunk(sequence, start, end - start, end == 23, start == 0, end - start)
-        result = engine._parts.runner.run(StepPlan([chunk], end - start))
-        found += result.prompt_logprobs[0]
+        num_tokens = end - start
+        chunk = Chunk(
+            sequence,
+            start,
+            num_tokens,
+            samples=end == 23,
+            is_first=start == 0,
+            num_logits=num_tokens,
+        )
+        result = engine._parts.runner.run(StepPlan([chunk], num_tokens))
+        prompt_logprobs += result.prompt_logprobs[0]
     engine.close()
-    assert [top.token_ids[0] for top in found] == prompt[1:]
-    for row, top in enumerate(found):
+    assert [top.token_ids[0] for top in prompt_logprobs] == prompt[1:]
+    for row, top in enumerate(prompt_logprobs):
         assert top.logprobs == pytest.approx(expected[row][top.token_ids].tolist(), abs=1e-4)
         assert set(top.token_ids[1:]) == set(expected[row].topk(4).indices.tolist())
     (sampled,) = result.sampled

@@ -25,18 +25,20 @@ def test_rows_of_any_size_give_the_first_likeliest_token_and_the_logarithm_of_th
     torch.manual_seed(seed)
     logits = (torch.randn(rows, size) * height).to(dtype)
     # Many tokens are forbidden, as by a guide. At least one token of each row is allowed.
-    is_out = torch.rand(rows, size) < share_out
-    is_out[:, seed % size] = False
-    logits[is_out] = float("-inf")
-    before = torch.get_num_threads()
+    is_forbidden = torch.rand(rows, size) < share_out
+    is_forbidden[:, seed % size] = False
+    logits[is_forbidden] = float("-inf")
+
+    threads_before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        found = argmax_logsumexp(logits)
+        result = argmax_logsumexp(logits)
     finally:
-        torch.set_num_threads(before)
-    assert found.likeliest.tolist() == logits.float().argmax(-1).tolist()
+        torch.set_num_threads(threads_before)
+
+    assert result.likeliest.tolist() == logits.float().argmax(-1).tolist()
     expected = logits.double().logsumexp(-1)
-    assert (found.logsumexp.double() - expected).abs().max() < 4e-6 * max(1.0, height)
+    assert (result.logsumexp.double() - expected).abs().max() < 4e-6 * max(1.0, height)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

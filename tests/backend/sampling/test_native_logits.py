@@ -24,11 +24,12 @@ rows_of_logits = {
 
 
 def some_logits(dtype, size, height, share_out, seed):
+    """Return three rows of logits. About `share_out` of the tokens are forbidden, but never all."""
     torch.manual_seed(seed)
     logits = (torch.randn(3, size) * height).to(dtype)
-    is_out = torch.rand(3, size) < share_out
-    is_out[:, seed % size] = False
-    logits[is_out] = float("-inf")
+    is_forbidden = torch.rand(3, size) < share_out
+    is_forbidden[:, seed % size] = False
+    logits[is_forbidden] = float("-inf")
     return logits
 
 
@@ -44,13 +45,13 @@ def test_a_sampled_token_is_the_first_at_which_the_sum_of_probabilities_exceeds_
     dtype, size, height, share_out, temperature, seed, uniform
 ):
     logits = some_logits(dtype, size, height, share_out, seed)
-    found = native_logits.sample(logits, np.float32([temperature] * 3), np.array([uniform] * 3))
+    tokens = native_logits.sample(logits, np.float32([temperature] * 3), np.array([uniform] * 3))
     probs = probs_of(logits, np.float32(temperature).item())
-    behind = probs.cumsum(-1)
-    for row, token in enumerate(found.tolist()):
+    sums = probs.cumsum(-1)
+    for row, token in enumerate(tokens.tolist()):
         assert probs[row, token] > 0
-        assert behind[row, token] >= uniform - 1e-5
-        assert behind[row, token] - probs[row, token] <= uniform + 1e-5
+        assert sums[row, token] >= uniform - 1e-5
+        assert sums[row, token] - probs[row, token] <= uniform + 1e-5
 
 
 @given(**rows_of_logits, width=st.integers(1, 64))
@@ -62,6 +63,7 @@ def test_the_likeliest_tokens_come_with_their_probabilities(
     values, token_ids = native_logits.likeliest(logits, np.float32([temperature] * 3), width)
     probs = probs_of(logits, np.float32(temperature).item())
     torch.testing.assert_close(values.double(), probs.topk(width).values, rtol=1e-5, atol=1e-7)
+    # If fewer than `width` tokens are allowed, the other ids are -1 with the probability 0.
     is_there = values > 0
     torch.testing.assert_close(
         probs.gather(1, token_ids.clamp(min=0))[is_there],
@@ -90,19 +92,19 @@ def test_rows_with_nan_or_infinity_give_a_token_and_do_not_change_other_rows(dty
 
 
 @pytest.mark.parametrize(
-    "wish", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.99, "min_p": 0.01}]
+    "filters", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.99, "min_p": 0.01}]
 )
 @pytest.mark.parametrize("height", [1, 2, 4])
-def test_the_kernels_sample_the_same_tokens_as_torch(wish, height, monkeypatch):
+def test_the_kernels_sample_the_same_tokens_as_torch(filters, height, monkeypatch):
     torch.manual_seed(0)
     # A smaller `height` makes the distribution flatter, so that the filters keep more tokens.
     logits = torch.randn(200, 5000) * height
     batch = SamplingBatch(
-        np.full(200, 0.8, np.float32),
-        np.full(200, wish.get("top_p", 1.0), np.float32),
-        np.full(200, wish.get("top_k", 0), np.int64),
-        np.full(200, wish.get("min_p", 0.0), np.float32),
-        np.random.default_rng(0).random(200),
+        temperature=np.full(200, 0.8, np.float32),
+        top_p=np.full(200, filters.get("top_p", 1.0), np.float32),
+        top_k=np.full(200, filters.get("top_k", 0), np.int64),
+        min_p=np.full(200, filters.get("min_p", 0.0), np.float32),
+        uniform=np.random.default_rng(0).random(200),
     )
     native = sample_rows(logits, batch)
     monkeypatch.setattr(native_logits, "has_kernels", lambda: False)

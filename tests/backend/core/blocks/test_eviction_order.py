@@ -105,8 +105,8 @@ operations = st.lists(
 def test_the_idle_items_are_those_that_were_added_and_not_removed(steps):
     clock = Clock()
     order: EvictionOrder[int] = EvictionOrder(3, clock)
-    idle: set[int] = set()
-    cached: set[int] = set()
+    idle: set[int] = set()  # the expected items of `order`
+    cached: set[int] = set()  # the idle items and the items in use
     for name, item, key in steps:
         if name == "add" and item not in idle:
             order.add(item)
@@ -116,23 +116,23 @@ def test_the_idle_items_are_those_that_were_added_and_not_removed(steps):
             order.remove(item)
             idle.discard(item)
         elif name == "pop" and idle:
-            victim = order.pop()
-            assert victim in idle
-            idle.discard(victim)
-            cached.discard(victim)
+            evicted = order.pop()
+            assert evicted in idle
+            idle.discard(evicted)
+            cached.discard(evicted)
         elif name == "forget":
             order.forget(item)
             idle.discard(item)
             cached.discard(item)
         elif name == "retain":
-            order.retain([one for one in (item, (item + 1) % 10) if one in cached], key, 5)
+            order.retain([each for each in (item, (item + 1) % 10) if each in cached], key, 5)
         elif name == "extend":
-            order.extend(key, 5)
+            order.extend(key, 5)  # seconds
         elif name == "wait":
             clock.now += item
         assert set(order) == idle
         assert len(order) == len(idle)
-        assert {one for one in range(10) if one in order} == idle
+        assert {each for each in range(10) if each in order} == idle
         assert order.num_retained <= len(cached)
         assert sum(count for _, count, _ in order.sessions()) == order.num_retained
     assert sorted(popped(order)) == sorted(idle)

@@ -1,3 +1,4 @@
+import itertools
 import random
 
 import pytest
@@ -20,11 +21,11 @@ def find(cache: PrefixCache, sequence: Sequence) -> list[int]:
 
 def computed(pool: BlockPool, cache: PrefixCache, sequence: Sequence) -> list[int]:
     """Compute all tokens of a request, release its blocks, and return these blocks."""
-    found = find(cache, sequence)
-    pool.acquire(found)
-    count = -(-len(sequence.token_ids) // BLOCK)
-    sequence.block_table = found + pool.allocate(count - len(found))
-    sequence.num_blocks_in_cache = len(found)
+    cached_blocks = find(cache, sequence)
+    pool.acquire(cached_blocks)
+    num_blocks = -(-len(sequence.token_ids) // BLOCK)
+    sequence.block_table = cached_blocks + pool.allocate(num_blocks - len(cached_blocks))
+    sequence.num_blocks_in_cache = len(cached_blocks)
     sequence.num_computed_tokens = len(sequence.token_ids)
     cache.add(sequence)
     blocks = list(sequence.block_table)
@@ -128,22 +129,23 @@ def test_the_same_tokens_computed_twice_are_found_once(pool, cache):
     cache.check()
 
 
+def num_common_blocks(first: list[int], second: list[int]) -> int:
+    """Return the number of full blocks with equal tokens at the start of two prompts."""
+    pairs = zip(first, second, strict=False)
+    num_equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return num_equal // BLOCK
+
+
 def test_random_requests_find_the_blocks_that_a_search_of_all_earlier_requests_finds():
     rng = random.Random(1)
     pool = BlockPool(400)
     cache = PrefixCache(pool, BLOCK)
-    past: list[list[int]] = []
+    past_prompts: list[list[int]] = []
     for _ in range(60):
         tokens = [rng.randrange(2) for _ in range(rng.randint(1, 20))]
-        longest = 0
-        for other in past:
-            full = len(other) // BLOCK * BLOCK
-            equal = next(
-                (i for i in range(min(full, len(tokens))) if other[i] != tokens[i]),
-                min(full, len(tokens)),
-            )
-            longest = max(longest, equal // BLOCK)
-        longest = min(longest, (len(tokens) - 1) // BLOCK)
-        assert len(find(cache, make_sequence(tokens))) == longest
+        longest = max((num_common_blocks(tokens, past) for past in past_prompts), default=0)
+        # The last token of a prompt is always computed, so its block is never taken from the cache.
+        expected = min(longest, (len(tokens) - 1) // BLOCK)
+        assert len(find(cache, make_sequence(tokens))) == expected
         computed(pool, cache, make_sequence(tokens))
-        past.append(tokens)
+        past_prompts.append(tokens)

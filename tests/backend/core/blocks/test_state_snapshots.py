@@ -76,12 +76,15 @@ def test_the_next_turn_loads_the_snapshot_at_the_end_of_the_answer():
 def test_the_end_of_a_common_prefix_gets_a_snapshot_when_it_is_computed_again():
     scheduler = make_scheduler()
     prefix = list(range(320))
-    found = [
-        run(scheduler, make_sequence(name, [*prefix, *range(number, number + 180)]))
-        for name, number in (("a", 1000), ("b", 2000), ("c", 3000))
-    ]
-    assert [saves for _, saves, _ in found] == [[480], [320, 480], [480]]
-    assert [loads for _, _, loads in found] == [[], [], [320]]
+    _, saves, loads = zip(
+        *(
+            run(scheduler, make_sequence(name, [*prefix, *range(start, start + 180)]))
+            for name, start in (("a", 1000), ("b", 2000), ("c", 3000))
+        ),
+        strict=True,
+    )
+    assert saves == ([480], [320, 480], [480])
+    assert loads == ([], [], [320])
 
 
 def test_sequences_with_images_have_no_snapshots():

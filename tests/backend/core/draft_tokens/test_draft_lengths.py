@@ -18,18 +18,18 @@ def run(lengths: DraftLengths, rate: float, num_steps: int, seed: int = 0) -> li
     """
     rng = random.Random(seed)
     sequence = make_sequence()
-    chosen = []
+    draft_lengths = []
     for _ in range(num_steps):
-        lengths.begin_step(1)
+        lengths.begin_step(num_sequences=1)
         length = lengths.take_length(sequence)
-        chosen.append(length)
+        draft_lengths.append(length)
         if length:
             num_accepted = 0
             while num_accepted < length and rng.random() < rate:
                 num_accepted += 1
             lengths.record_draft(sequence, length, num_accepted)
     lengths.forget(sequence)
-    return chosen
+    return draft_lengths
 
 
 def test_drafts_are_long_if_all_tokens_are_accepted():

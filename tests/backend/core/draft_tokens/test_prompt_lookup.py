@@ -38,14 +38,14 @@ def test_tokens_that_were_added_since_the_last_search_are_searched():
 def test_a_request_whose_drafts_are_rejected_pauses_and_tries_again_later():
     lookup = PromptLookup(2)
     sequence = make_sequence([1, 2, 3, 4, 1, 2, 3])
-    tries = []
+    has_draft = []
     for _ in range(60):
         proposed = lookup.propose(sequence, 2)
-        tries.append(bool(proposed))
+        has_draft.append(bool(proposed))
         if proposed:
             lookup.lengths.record_draft(sequence, len(proposed), 0)
-    assert all(tries[:4])
-    assert 1 <= sum(tries[8:]) <= 2
+    assert all(has_draft[:4])
+    assert 1 <= sum(has_draft[8:]) <= 2
     assert lookup.lengths.num_accepted == 0
 
 

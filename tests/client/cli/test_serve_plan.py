@@ -57,13 +57,8 @@ def plan_of_file(tmp_path, make):
     def make_for_file(text, *flags):
         file.write_text(text)
         [port] = free_ports(1)
-        return make(
-            f"--model-repository={REPOSITORY}",
-            f"--openai-port={port}",
-            f"--config={file}",
-            *flags,
-            XDG_STATE_HOME=str(tmp_path),
-        )
+        files = (f"--model-repository={REPOSITORY}", f"--config={file}")
+        return make(*files, f"--openai-port={port}", *flags, XDG_STATE_HOME=str(tmp_path))
 
     return make_for_file
 

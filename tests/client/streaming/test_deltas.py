@@ -145,10 +145,8 @@ def add_to_choice(choices, delta):
 async def test_however_deltas_queue_up_each_choice_keeps_all_of_its_own_in_order(seed):
     random = Random(seed)
     num_choices = random.randint(1, 5)
-    empty_choice = {"content": "", "token_ids": [], "arguments": ""}
-    sent, received = (
-        [copy.deepcopy(empty_choice) for _ in range(num_choices)] for _ in ("sent", "received")
-    )
+    sent = [{"content": "", "token_ids": [], "arguments": ""} for _ in range(num_choices)]
+    received = copy.deepcopy(sent)
     items = []  # the deltas and the pauses of the source
     for number in range(random.randint(1, 600)):
         delta = random_delta(random, number, num_choices)
@@ -183,13 +181,12 @@ async def test_a_fast_reader_gets_every_delta_as_it_comes():
 
 
 async def test_a_slow_reader_gets_what_queued_up_as_one():
-    deltas = merged(source(*[{"content": str(n)} for n in range(1000)]))
-    got = []
-    async for delta in deltas:
-        got.append(delta["content"])
+    texts = []
+    async for delta in merged(source(*[{"content": str(n)} for n in range(1000)])):
+        texts.append(delta["content"])
         await asyncio.sleep(0.1)
-    assert "".join(got) == "".join(map(str, range(1000)))
-    assert len(got) < 5
+    assert "".join(texts) == "".join(map(str, range(1000)))
+    assert len(texts) < 5
 
 
 async def test_an_error_comes_after_the_text_before_it():

@@ -143,17 +143,15 @@ def test_a_frontend_that_is_killed_is_started_again_and_the_server_goes_on(victi
     wait_for(lambda: any("answers again" in line for line in victim.lines))
 
 
-@pytest.mark.parametrize(
-    ("word_of_command", "restart"), [("backend_stub", 1), ("bin/tritonserver", 2)]
-)
+@pytest.mark.parametrize(("program", "restart"), [("backend_stub", 1), ("bin/tritonserver", 2)])
 def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_ever(
-    victim, word_of_command, restart
+    victim, program, restart
 ):
     num_earlier_lines = len(victim.lines)
     stream = begin_stream(victim, ENDLESS)
     request = BackgroundRequest(victim, ENDLESS, num_others=1)
 
-    killed_at = kill(victim, word_of_command)
+    killed_at = kill(victim, program)
     stream.wait()
     request.wait()
 
@@ -169,7 +167,7 @@ def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_e
     message = f"it is started again now (restart {restart} of 5)"
     reason = next(line for line in victim.lines[num_earlier_lines:] if message in line)
     is_stub_named = "tritonserver: the process of " in reason
-    assert is_stub_named == (word_of_command == "backend_stub"), reason
+    assert is_stub_named == (program == "backend_stub"), reason
     assert [process for process in victim.left() if "stub" in process.name()] == []
 
 

@@ -34,10 +34,7 @@ class Run:
 def two_workers(path, limit):
     """Yield the counts of the running requests of two workers, which share the database `path`."""
     with closing(open_database(path)) as first, closing(open_database(path)) as second:
-        yield (
-            RequestsOfWorkers(limit, first, worker=0),
-            RequestsOfWorkers(limit, second, worker=1),
-        )
+        yield RequestsOfWorkers(limit, first, worker=0), RequestsOfWorkers(limit, second, worker=1)
 
 
 def test_a_worker_that_ended_no_longer_counts(tmp_path):

@@ -20,7 +20,7 @@ EOS = {2, 0}
 
 
 @pytest.mark.parametrize(
-    ("spec", "fits", "fits_not"),
+    ("spec", "allowed_text", "forbidden_text"),
     [
         (GrammarSpec("regex", r"[a-c]+-\d{2}/x"), "abc-12/x", "abd-12/x"),
         (GrammarSpec.choice(["red", "green/blue\n", 'a "q" <b>', "überß", "."]), "überß", "x"),
@@ -30,11 +30,13 @@ EOS = {2, 0}
         (GrammarSpec("json_schema", '{"type": "integer", "maximum": 12}'), "12", "13"),
     ],
 )
-def test_a_grammar_accepts_matching_text_and_no_other_text(spec, fits, fits_not, guide, vocabulary):
+def test_a_grammar_accepts_matching_text_and_no_other_text(
+    spec, allowed_text, forbidden_text, guide, vocabulary
+):
     state = guide(spec)
-    state.accept([*vocabulary.encode(fits), 2])
+    state.accept([*vocabulary.encode(allowed_text), 2])
     with pytest.raises(EngineError, match="not allowed"):
-        guide(spec).accept([*vocabulary.encode(fits_not), 2])
+        guide(spec).accept([*vocabulary.encode(forbidden_text), 2])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_the_stricter_of_two_bounds_of_a_side_is_kept(guide, vocabulary):
 
 
 @pytest.mark.parametrize(
-    ("schema", "fits", "fits_not"),
+    ("schema", "allowed_text", "forbidden_text"),
     [
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, str(2**63 - 1), "1.5"),
         ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "5", "-5"),
@@ -72,13 +74,16 @@ def test_the_stricter_of_two_bounds_of_a_side_is_kept(guide, vocabulary):
         ({"type": "array", "prefixItems": [{"const": 1}], "additionalItems": False}, "[1]", "[2]"),
     ],
 )
-def test_a_schema_that_the_library_misreads_is_enforced(schema, fits, fits_not, guide, vocabulary):
+def test_a_schema_that_the_library_misreads_is_enforced(
+    schema, allowed_text, forbidden_text, guide, vocabulary
+):
     spec = schema_spec(schema, is_strict=True)
-    guide(spec).accept([*vocabulary.encode(fits), 2])
+    guide(spec).accept([*vocabulary.encode(allowed_text), 2])
     with pytest.raises(EngineError, match="not allowed"):
-        guide(spec).accept([*vocabulary.encode(fits_not), 2])
+        guide(spec).accept([*vocabulary.encode(forbidden_text), 2])
 
 
+# The only text is "ab", repeated 2**24 times: each rule r0, r1, ... repeats the next rule twice.
 DOUBLED = "\n".join(
     ["root ::= r0", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(24)), 'r24 ::= "ab"']
 )
@@ -114,11 +119,12 @@ def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
     state = guide(GrammarSpec.choice(["yes"]))
     state.accept(vocabulary.encode("yes"))
     assert allowed(state) == EOS
-    other = guide(GrammarSpec.choice(["yes"]), stops=frozenset({7}))
-    other.accept(vocabulary.encode("yes"))
-    assert allowed(other) == {7}
-    other.accept([7])
-    assert allowed(other) == {7}
+
+    with_other_stop = guide(GrammarSpec.choice(["yes"]), stops=frozenset({7}))
+    with_other_stop.accept(vocabulary.encode("yes"))
+    assert allowed(with_other_stop) == {7}
+    with_other_stop.accept([7])
+    assert allowed(with_other_stop) == {7}
 
 
 def test_without_stop_tokens_the_checkpoints_stop_tokens_end_the_answer(guide, allowed, vocabulary):
@@ -132,6 +138,7 @@ def test_markup_is_never_text(guide, allowed, vocabulary):
     state = guide(GrammarSpec("structural_tag", json.dumps(free)))
     assert 1 not in allowed(state)  # Token 1 is <|im_start|>.
     assert vocabulary.encode("hello")[0] in allowed(state)
+
     text = guide(GrammarSpec("json_schema", '{"type": "string"}'))
     text.accept(vocabulary.encode('"a'))
     assert not allowed(text) & {0, 1, 2}
@@ -182,7 +189,7 @@ def test_nothing_is_forced_where_the_answer_may_end(guide, vocabulary):
 
 
 @pytest.mark.parametrize(
-    ("kind", "source", "words"),
+    ("kind", "source", "message"),
     [
         ("regex", "ab[z-a]", r"column 4"),
         ("regex", "(ab", r"unclosed group \(column 1\)"),
@@ -233,17 +240,19 @@ def test_nothing_is_forced_where_the_answer_may_end(guide, vocabulary):
         ),
     ],
 )
-def test_an_invalid_grammar_is_refused_with_the_position_of_the_error(kind, source, words, problem):
+def test_an_invalid_grammar_is_refused_with_the_position_of_the_error(
+    kind, source, message, problem
+):
     error = problem(kind, source)
     assert isinstance(error, RequestError)
-    assert re.search(words, str(error)), error
+    assert re.search(message, str(error)), error
 
 
 def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced(guide, vocabulary):
-    asked = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     with pytest.raises(RequestError, match="cannot be enforced: uniqueItems"):
-        guide(schema_spec(asked, is_strict=True))
-    guide(schema_spec(asked, is_strict=False)).accept([*vocabulary.encode("[1, 1]"), 2])
+        guide(schema_spec(schema, is_strict=True))
+    guide(schema_spec(schema, is_strict=False)).accept([*vocabulary.encode("[1, 1]"), 2])
 
 
 def test_only_the_first_200_schemas_are_searched_for_the_place_of_an_error(guide):
@@ -259,9 +268,9 @@ def test_only_the_first_200_schemas_are_searched_for_the_place_of_an_error(guide
 
 
 def test_a_schema_cannot_bring_options_of_its_own(guide):
-    asked = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    schema = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
     with pytest.raises(RequestError, match="uniqueItems"):
-        guide(schema_spec(asked, is_strict=True))
+        guide(schema_spec(schema, is_strict=True))
 
 
 def test_bounds_whose_compilation_would_take_minutes_are_refused():
@@ -274,33 +283,33 @@ def test_bounds_whose_compilation_would_take_minutes_are_refused():
 
 
 def test_wide_regexes_compile_at_once(guide):
-    started = time.perf_counter()
+    started_s = time.perf_counter()
     guide(GrammarSpec("regex", ".{0,20000}x{3}"))
     guide(schema_spec({"type": "string", "maxLength": 50_000}, is_strict=True))
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started_s < 20
 
 
 def test_preparing_never_blocks_and_equal_grammars_are_compiled_once(guides):
     params = SamplingParams(grammar=schema_spec({"type": "boolean"}, is_strict=True))
     guides.prepare(params, frozenset(EOS)).result(60)
-    again = guides.prepare(params, frozenset(EOS))
-    assert again.done()
-    assert again.result().fork() is not again.result()
+    second = guides.prepare(params, frozenset(EOS))
+    assert second.done()
+    assert second.result().fork() is not second.result()
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
-    made = Guides(str(tmp_path), vocab_size=10, eos_token_ids=[1])
+    guides = Guides(str(tmp_path), vocab_size=10, eos_token_ids=[1])
     params = SamplingParams(grammar=GrammarSpec("regex", "a"))
-    assert "tokenizer cannot be loaded" in str(made.prepare(params, frozenset()).exception(60))
-    made.close()
+    assert "tokenizer cannot be loaded" in str(guides.prepare(params, frozenset()).exception(60))
+    guides.close()
 
 
 def test_a_checkpoint_without_an_end_of_sequence_token_is_refused_with_the_remedy():
-    made = Guides(MODEL, vocab_size=2048, eos_token_ids=[])
+    guides = Guides(MODEL, vocab_size=2048, eos_token_ids=[])
     params = SamplingParams(grammar=GrammarSpec("regex", "a"))
-    error = made.prepare(params, frozenset({5})).exception(60)
+    error = guides.prepare(params, frozenset({5})).exception(60)
     assert "no end-of-sequence token. Set eos_token_id" in str(error)
-    made.close()
+    guides.close()
 
 
 # ---- the cache and the imports -------------------------------------------------------------------

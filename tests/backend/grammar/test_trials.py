@@ -79,22 +79,22 @@ def test_only_small_grammars_without_slow_keywords_are_quick(spec, expected):
 
 def start_server(timeout_s):
     """Start a trial server in its own process. Return the connection and the process."""
-    ours, theirs = Pipe()
+    connection, servers_end = Pipe()
     program = Path(__file__).with_name("scripted_trials.py")
     process = subprocess.Popen(
-        [sys.executable, str(program), str(theirs.fileno()), str(timeout_s)],
-        pass_fds=[theirs.fileno()],
+        [sys.executable, str(program), str(servers_end.fileno()), str(timeout_s)],
+        pass_fds=[servers_end.fileno()],
     )
-    theirs.close()
-    return ours, process
+    servers_end.close()
+    return connection, process
 
 
 @contextmanager
 def running_server(timeout_s):
     """Run a trial server, and yield a connection to the server."""
-    ours, process = start_server(timeout_s)
-    yield ours
-    ours.close()
+    connection, process = start_server(timeout_s)
+    yield connection
+    connection.close()
     assert process.wait(20) == 0
 
 
@@ -107,8 +107,8 @@ def server():
 def outcome(server, job_id):
     """Return the outcome of the trial `job_id`. Skip the outcomes of other trials."""
     while server.poll(30):
-        found, *result = server.recv()
-        if found == job_id:
+        received_id, *result = server.recv()
+        if received_id == job_id:
             return tuple(result)
     raise TimeoutError("the trial has no outcome")
 

@@ -12,7 +12,7 @@ TEXTS = ["hello wörld", " a  b\n", '{"k": [1, 2]}', "日本 🎉"]
 
 def test_the_tokens_of_a_text_spell_its_bytes(vocabulary):
     for text in TEXTS:
-        spelled = b"".join(vocabulary.tokens[one] for one in vocabulary.encode(text))
+        spelled = b"".join(vocabulary.tokens[token] for token in vocabulary.encode(text))
         assert spelled == text.encode()
 
 
@@ -24,20 +24,21 @@ def test_byte_fallback_pieces_are_bytes():
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     backend.add_special_tokens([AddedToken("<s>")])
-    found = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend), 300)
-    assert (found.tokens[1], found.tokens[3 + 0xC3]) == (b" a", b"\xc3")
-    assert found.tokens[259] == b"<s>"
-    assert 259 in found.special_ids
-    assert found.tokens[299] == b""
-    assert 299 in found.unusable_ids
+    vocabulary = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend), 300)
+    assert (vocabulary.tokens[1], vocabulary.tokens[3 + 0xC3]) == (b" a", b"\xc3")
+    assert vocabulary.tokens[259] == b"<s>"
+    assert 259 in vocabulary.special_ids
+    # The logits have 300 tokens, 40 more than the tokenizer.
+    assert vocabulary.tokens[299] == b""
+    assert 299 in vocabulary.unusable_ids
 
 
 def test_the_logits_may_be_narrower_than_the_vocabulary(vocabulary):
     from backend.grammar.conftest import MODEL
     from transformers import AutoTokenizer
 
-    found = vocabulary_of(AutoTokenizer.from_pretrained(MODEL), 100)
-    assert found.tokens == vocabulary.tokens[:100]
+    narrow = vocabulary_of(AutoTokenizer.from_pretrained(MODEL), 100)
+    assert narrow.tokens == vocabulary.tokens[:100]
 
 
 def test_a_tokenizer_that_does_not_define_bytes_is_refused():
@@ -77,7 +78,7 @@ def test_a_tokenizer_whose_decoder_adds_spaces_between_tokens_is_refused(decoder
 
 def test_bytes_can_be_spelled_with_any_tokens(vocabulary):
     data = "Zoë {".encode()
-    assert b"".join(vocabulary.tokens[one] for one in vocabulary.spell(data)) == data
+    assert b"".join(vocabulary.tokens[token] for token in vocabulary.spell(data)) == data
 
 
 def test_bytes_without_a_token_cannot_be_spelled():

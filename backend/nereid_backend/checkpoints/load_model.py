@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the transformers class of a model, and loads the weights of the model."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -19,7 +18,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.integer_panels import (
     LazyWeight,
     Placeholder,
@@ -27,11 +25,15 @@ from nereid_backend.checkpoints.integer_panels import (
     round_weights,
     use_placeholders,
 )
-from nereid_backend.checkpoints.quantised_tensors import QUANTISED_SUFFIXES, quantisation_settings
-from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.checkpoints.weight_arguments import (
     read_generation_config,
     weight_arguments,
+)
+from nereid_backend.checkpoints.weight_problems import (
+    check_missing_weights,
+    check_unused_weights,
+    describe_wrong_shape,
+    weights_path,
 )
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.loading_progress import report_items
@@ -214,7 +216,7 @@ def _from_pretrained(
     # Quantised tensors without quantization_config cause both errors, and only the error about the
     # unused tensors names the cause.
     check_unused_weights(folder, unused)
-    _check_missing_weights(folder, sorted(report["missing_keys"]), unused)
+    check_missing_weights(folder, sorted(report["missing_keys"]), unused)
     return model
 
 
@@ -247,7 +249,7 @@ def _loading_error(
     wrong_shape = describe_wrong_shape(error, folder, config, model_class(config))
     return ModelError(
         wrong_shape
-        or f"the weights in {_weights_path(folder)} cannot be read ({first_line(error)}). "
+        or f"the weights in {weights_path(folder)} cannot be read ({first_line(error)}). "
         "Download the checkpoint again."
     )
 
@@ -276,139 +278,6 @@ def _unsupported_reason(error: Exception, folder: Path) -> str:
         f"the value {reason} is unknown, or a field with this name is missing. Correct the JSON "
         f"files in {folder}, or install a newer version of transformers."
     )
-
-
-def _check_missing_weights(folder: Path, names: list[str], unused: list[str]) -> None:
-    """Raise a ModelError if weights are missing from a checkpoint.
-
-    Args:
-        folder: the folder of the checkpoint.
-        names: the names of the weights that the checkpoint lacks.
-        unused: the names of the tensors in the checkpoint that the model does not use.
-    """
-    if names:
-        raise ModelError(
-            f"{_weights_path(folder)} lacks {len(names)} weights, such as {names[0]}, so the "
-            f"model's output would be random. {remedy_for_missing_weight(names[0], unused)}"
-        )
-
-
-def remedy_for_missing_weight(name: str, unused: Iterable[str]) -> str:
-    """Return a sentence that tells how to remedy the lack of a weight in a checkpoint.
-
-    Wrappers for training add prefixes to the names of weights. Example: torch.compile writes
-    "_orig_mod.lm_head.weight" instead of "lm_head.weight".
-
-    Args:
-        name: the name of the missing weight.
-        unused: the names of the tensors in the checkpoint that the model does not use.
-    """
-    for other in unused:
-        if other.endswith(f".{name}"):
-            return (
-                f"The files contain {other} instead. Save the model again without the wrapper that "
-                f"added the prefix {other.removesuffix(name)!r}, or rename the tensors."
-            )
-    return "Download the checkpoint again."
-
-
-def _weights_path(folder: Path) -> Path:
-    """Return the path of the weights. Error messages contain this path.
-
-    If `folder` contains a link to a GGUF file, return the path of the GGUF file. Otherwise, return
-    `folder`.
-    """
-    link = folder / GGUF_LINK
-    return link.resolve() if link.is_file() else folder
-
-
-def check_unused_weights(folder: Path, names: list[str]) -> None:
-    """Raise an UnsupportedModelError if the model ignores weights that a correct output requires.
-
-    Every tensor of a GGUF file is required. Other checkpoints often contain extra tensors, which
-    the model may ignore. However, the model must not ignore the tensors of quantised weights, such
-    as scales. The model ignores scales if config.json does not describe the quantisation.
-
-    `names` contains the names of the weights in `folder` that the model does not use.
-    """
-    if (folder / GGUF_LINK).is_file():
-        if names:
-            raise UnsupportedModelError(
-                f"{_weights_path(folder)}: the model does not use {len(names)} weights of the "
-                f"file, such as {names[0]}, so its output would be wrong. Use the model's "
-                "safetensors files."
-            )
-        return
-    if problem := _describe_quantised(folder, names):
-        raise UnsupportedModelError(problem)
-
-
-def _describe_quantised(folder: Path, names: Iterable[str]) -> str | None:
-    """Return a message about quantised weights in a checkpoint without quantization_config.
-
-    `names` contains the names of tensors in `folder`. The result is None if no name belongs to a
-    quantised weight.
-    """
-    quantised = [name for name in names if name.endswith(QUANTISED_SUFFIXES)]
-    if not quantised:
-        return None
-    return (
-        f"{folder} contains {len(quantised)} tensors of quantised weights, such as "
-        f"{quantised[0]}, but its config.json has no quantization_config that describes them, so "
-        "the weights would be wrong. Use a checkpoint whose config.json has this field, or one "
-        "that is not quantised."
-    )
-
-
-def describe_wrong_shape(
-    error: Exception,
-    folder: Path,
-    config: PretrainedConfig,
-    loading_class: Any,  # noqa: ANN401 - transformers' are untyped
-) -> str | None:
-    """Return a message about the weight whose wrong shape caused an exception of transformers.
-
-    transformers only logs the names of such weights. The result is None if `error` has another
-    cause, or if the weight has one name in the file and another name in the model.
-
-    Args:
-        error: the exception of transformers' `from_pretrained`.
-        folder: the folder of the checkpoint.
-        config: the config of the checkpoint.
-        loading_class: the class of the model; None if transformers has no class for the model.
-    """
-    # transformers has no exception class for this case. Its message recommends the argument
-    # `ignore_mismatched_sizes`.
-    is_about_shape = "ignore_mismatched_sizes" in str(error)
-    if loading_class is None or not is_about_shape:
-        return None
-    # The tensors of a quantised checkpoint do not have the shapes of the model's weights.
-    is_gguf = (folder / GGUF_LINK).is_file()
-    if is_gguf or quantisation_settings(config) is not None:
-        return None
-    tensors = open_tensors(folder, for_reading=False)
-    if problem := _describe_quantised(folder, sorted(tensors)):
-        return problem
-    needed_shapes = _shapes_of_weights(loading_class, config)
-    for name, tensor in tensors.items():
-        needed_shape = needed_shapes.get(name)
-        if needed_shape is not None and tensor.shape != needed_shape:
-            return (
-                f"the tensor {name} in {tensor.file} has the shape {tensor.shape}, but "
-                f"{folder}/config.json requires the shape {needed_shape}. Download the checkpoint "
-                "again."
-            )
-    return None
-
-
-def _shapes_of_weights(
-    loading_class: Callable[[PretrainedConfig], nn.Module], config: PretrainedConfig
-) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight that a model with this class and this config has, by name."""
-    # On the device "meta", the weights of a model take no memory.
-    with torch.device("meta"):
-        weights = loading_class(config).state_dict()
-    return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped

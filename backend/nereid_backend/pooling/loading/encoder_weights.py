@@ -21,12 +21,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from nereid_backend.checkpoints.load_model import (
+from nereid_backend.checkpoints.weight_arguments import weight_arguments
+from nereid_backend.checkpoints.weight_problems import (
     check_unused_weights,
     describe_wrong_shape,
     remedy_for_missing_weight,
 )
-from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.pooling.loading.checkpoint_spec import (
     BASE,

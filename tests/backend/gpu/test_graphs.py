@@ -506,28 +506,28 @@ def test_a_replay_that_does_not_compute_is_detected_at_load(folder_of, monkeypat
 
 
 def test_a_replay_that_stores_no_keys_is_detected_at_load(folder_of, monkeypatch):
-    def forgetful(work):
-        replay, runs = record(work), []
+    paths = []  # the forward paths that the engine creates
+    create_path = packed.PackedPath.__init__
 
-        def forgets():
-            runs.append(None)
-            path = kept[-1]
-            before = [tensor.clone() for tensor in path._cache.tensors()]
+    def create_and_note_path(self, *args):
+        create_path(self, *args)
+        paths.append(self)
+
+    def capture_without_keys(work):
+        """Return a replay of `work` that leaves the keys and values in the cache unchanged."""
+        replay = record(work)
+
+        def replay_and_restore_cache():
+            cache = paths[-1]._cache.tensors()
+            old_values = [tensor.clone() for tensor in cache]
             replay()
-            for tensor, old in zip(path._cache.tensors(), before, strict=True):
-                tensor.copy_(old)
+            for tensor, old_value in zip(cache, old_values, strict=True):
+                tensor.copy_(old_value)
 
-        return forgets
+        return replay_and_restore_cache
 
-    kept = []
-    make = packed.PackedPath.__init__
-
-    def keep(self, *args):
-        make(self, *args)
-        kept.append(self)
-
-    monkeypatch.setattr(packed.PackedPath, "__init__", keep)
-    engine, said = start(folder_of, "llama", monkeypatch, forgetful)
+    monkeypatch.setattr(packed.PackedPath, "__init__", create_and_note_path)
+    engine, said = start(folder_of, "llama", monkeypatch, capture_without_keys)
     assert "not replayed from captured graphs: its logits differ from" in said
     engine.close()
 

@@ -63,22 +63,25 @@ def test_a_shared_weight_stays_unchanged_for_the_other_layers():
 
 
 @pytest.mark.parametrize(
-    ("name", "weight_dtype"),
-    [("llama", "int8"), ("gpt_neox", "int8"), ("mistral, sliding window", "int4")],
+    ("name", "weight_dtype", "num_equal_tokens"),
+    [("llama", "int8", 4), ("gpt_neox", "int8", 4), ("mistral, sliding window", "int4", 2)],
 )
-def test_the_tokens_of_an_engine_with_quantised_weights_do_not_depend_on_the_batch(
-    name, weight_dtype, tmp_path
+def test_an_engine_with_quantised_weights_is_smaller_and_often_begins_with_the_same_token(
+    name, weight_dtype, num_equal_tokens, tmp_path
 ):
     folder = BY_NAME[name].save(tmp_path / "model")
-    plain = open_engine(folder)
-    answers = run_staggered(plain)
+    unquantised_engine = open_engine(folder)
+    unquantised_answers = run_staggered(unquantised_engine)
+
     engine = open_engine(folder, weight_dtype=weight_dtype)
-    found = run_staggered(engine)
+    answers = run_staggered(engine)
+
     assert engine.info.self_check_difference < 1e-3
-    assert engine.info.weights_bytes < 0.6 * plain.info.weights_bytes
-    firsts = [a[0] == b[0] for a, b in zip(answers, found, strict=True)]
-    assert sum(firsts) >= (4 if weight_dtype == "int8" else 2)
-    plain.close()
+    assert engine.info.weights_bytes < 0.6 * unquantised_engine.info.weights_bytes
+    # Rounded weights change some tokens, and a changed token changes all tokens after it.
+    pairs = zip(unquantised_answers, answers, strict=True)
+    assert sum(expected[0] == found[0] for expected, found in pairs) >= num_equal_tokens
+    unquantised_engine.close()
     engine.close()
 
 

@@ -78,11 +78,17 @@ def test_the_page_loads_no_file_and_is_well_formed(tmp_path, capsys):
 
 
 def test_a_checkpoint_without_a_template_is_shown_as_plain(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert run(tmp_path) == 0
     assert (
         "Source of the format: plain. The checkpoint has no chat template."
         in capsys.readouterr().out
     )
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(FormatError, match=r"has no chat template and no config\.json\. Give"):
+        run(tmp_path)
 
 
 def test_more_than_one_path_is_rejected(capsys):

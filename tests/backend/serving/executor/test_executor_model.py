@@ -363,19 +363,21 @@ def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
 def test_a_restarted_engine_gets_the_replaced_weights_before_the_first_request(start, monkeypatch):
     model = start(ENDLESS)
     adapters(model, reload_weights="/new")
+    # The kinds of the messages to each engine process, in order, by process id.
     kinds_by_process = defaultdict(list)
     send, finish_restart = ChildProcess.send_packed, SupervisedProcess.finish_restart
 
-    def record_kind(child, data):
+    def send_and_record_kind(child, data):
         kinds_by_process[child.pid].append(msgpack.unpackb(data)[0])
         send(child, data)
 
-    def request_at_once(process):
+    def finish_restart_and_request(process):
+        """Send a request as soon as the restarted engine runs, before any other message."""
         finish_restart(process)
-        monkeypatch.setattr(ChildProcess, "send_packed", record_kind)
+        monkeypatch.setattr(ChildProcess, "send_packed", send_and_record_kind)
         model.execute([Sender()])
 
-    monkeypatch.setattr(SupervisedProcess, "finish_restart", request_at_once)
+    monkeypatch.setattr(SupervisedProcess, "finish_restart", finish_restart_and_request)
     os.kill(model.child.pid, signal.SIGKILL)
     assert wait_for_metric("num_engine_restarts", 1) == 1
     assert ask(model).wait().token_ids == [10] * 5

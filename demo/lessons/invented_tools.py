@@ -54,7 +54,8 @@ _OBJECTS = words.split(
 _QUERY_VERBS = words.split(
     "get get get find fetch check show lookup read list query retrieve load see search"
 )
-# `{o}` stands for the object, `{v}` for the verb and `{p}` for the phrases about the parameters.
+# In these requests, `{o}` is replaced by the object of the tool, `{v}` by its verb, and `{p}` by
+# phrases that mention the values of its parameters.
 _QUERIES = (
     "What is the {o}{p}?",
     "What's the {o}{p}?",

@@ -219,7 +219,8 @@ def _same_tool_twice(rng: Random, tool: Tool) -> list[Call]:
     while True:
         request = _request(rng, tool)
         is_mentioned = slot in _slots(request.template)
-        # The user must write the first value as it stands in the call, like the second value.
+        # The request contains the second value exactly as in the call. The first value must also be
+        # written in this way. For example, it must not be "tomorrow" for a date.
         if is_mentioned and str(request.written[slot]) == str(request.values[slot]):
             break
     other = tool.family.fill(rng).values[slot]

@@ -148,8 +148,8 @@ def decode_row(shape: DecodeShape, bandwidth: float, repeat: int) -> list[str]:
 def layer_seconds(cache_type: type[KVCache], shape: DecodeShape, repeat: int) -> float:
     """Return the median wall time of one layer of a decode step, in seconds.
 
-    The step has so many layers that their keys and values do not fit into the processor's cache.
-    Each layer must then read its keys and values from memory, as in a real model.
+    The keys and values of all layers of the step together are larger than the processor's cache.
+    Each layer must therefore read its keys and values from memory, as in a real model.
     """
     num_layers = math.ceil(FAR_BYTES / shape.cache_bytes(item_bytes=1))
     cache = random_cache(cache_type, shape, num_layers)

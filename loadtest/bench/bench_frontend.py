@@ -117,9 +117,9 @@ def serve(num_responses: int, interval_s: float, ports: "Queue[int]") -> None:
 
 
 def _layers_in_process(url: str) -> list[Layer]:
-    """Return the layers of the frontend that this process can call.
+    """Return the layers of the frontend that can be measured without an HTTP server.
 
-    `url` is the address of the gRPC server.
+    Each layer is a function that sends a request to the gRPC server at the address `url`.
     """
     calls, backend = TritonCalls(url), TritonBackend(url, "llm")
     stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.aio.insecure_channel(url))

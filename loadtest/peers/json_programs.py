@@ -73,5 +73,5 @@ def wait_for_report(
 
 
 def text_of(file: int) -> str:
-    """Return a file's text without moving the file offset, which the writing program uses, too."""
+    """Return the text of a file. Keep the file offset, because another program writes there."""
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")

@@ -35,7 +35,7 @@ class Token(NamedTuple):
 
 
 class LlamaCpp(Peer):
-    """A llama.cpp model. Each call of `generate` creates a context with a sequence per prompt."""
+    """A llama.cpp model. Each call of `generate` creates a context with one sequence per prompt."""
 
     def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
         file = gguf_file(Path(path), settings.get("gguf_type"))

@@ -25,5 +25,5 @@ class Periodic:
             self.look()
 
     def look(self) -> None:
-        """Observe the server once."""
+        """Make one observation of the server, for example of its memory."""
         raise NotImplementedError

@@ -9,6 +9,7 @@ code that the files contain.
 
 import pickle
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -33,17 +34,15 @@ def convert_pickle_files(folder: Path) -> list[Path]:
     files = pickle_files(folder)
     if not files:
         raise ModelError(f"{folder} has no pickle files with weights, such as pytorch_model.bin.")
-    new_files: list[Path] = []
+    new_files = [file.with_suffix(".safetensors") for file in files]
     try:
-        for file in files:
-            new_files.append(file.with_suffix(".safetensors"))
-            save_file(_read_weights(file), new_files[-1], {"format": "pt"})
-    except BaseException as error:
-        for new_file in new_files:
-            new_file.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ModelError(f"{folder} cannot be written ({error}). Free some space.") from error
-        raise
+        with ExitStack() as removals:
+            for file, new_file in zip(files, new_files, strict=True):
+                removals.callback(new_file.unlink, missing_ok=True)
+                save_file(_read_weights(file), new_file, {"format": "pt"})
+            removals.pop_all()  # All files are converted, so keep the new files.
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be written ({error}). Free some space.") from error
     return new_files
 
 

@@ -8,8 +8,8 @@ from nereid_client.errors import FieldError
 from nereid_client.protocol.request_body import RequestBody
 
 _COMPLETION_PREFIXES = ("chatcmpl-", "cmpl-")
-# The largest number of ids in one request. A frontend never runs so many requests. The ids are
-# processed in the event loop, where millions of ids would delay all other requests for seconds.
+# The largest number of ids in one request to abort. A frontend never runs so many requests at the
+# same time. The event loop processes the ids, so millions of ids would delay all other requests.
 _MAX_IDS = 10_000
 
 

@@ -1,6 +1,6 @@
 """Writes tiny quantised checkpoints, and the same checkpoints with dequantised weights.
 
-If the library of a format is installed, the library quantises, packs and dequantises the weights.
+If the library that defines a format is installed, this library writes and dequantises the weights.
 The tests therefore do not only read files that Nereid's own code wrote.
 """
 

@@ -28,7 +28,7 @@ def group_size_for(size, bits):
 
 
 def quantised(outputs, inputs, group_size, bits, *, zero_kind, signed, seed=0):
-    """Return random integers, their scales and zeros, and the weights that they define.
+    """Return random integers with scales and zero points, and the weights that result from them.
 
     `zero_kind` is a member of `ZEROS`.
     """

@@ -19,8 +19,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no AVX2")
 
 
-# Two instruction sets besides the best: one without matrix tiles, and one with the shortest
-# vectors. Tests of more instruction sets would build more libraries.
+# The other tests use the fastest instruction set of this processor. These tests use two more sets:
+# one without matrix tiles, and the one with the shortest vectors. Each set requires a library that
+# must be built, so further sets are not tested.
 OTHER_KERNELS = [
     one.name for one in supported_instruction_sets()[1:] if one.name in ("avx512_bf16", "avx2")
 ]

@@ -16,7 +16,8 @@ from nereid_backend.serving.process.process_handle import ChildProcess, EngineDi
 # The fork server of these tests imports only this module. The real modules would take seconds.
 SMALL_MODULE = "nereid_backend.serving.process.process_entry"
 
-# A process never sends so many messages, so `receive` ends only with an error.
+# `receive` waits for this number of messages. No process sends so many messages, so `receive` ends
+# only with an error.
 FOREVER = 10**9
 
 

@@ -44,7 +44,8 @@ def scripted_children():
     return [child for child in children if any("scripted_child" in arg for arg in child.cmdline())]
 
 
-# A process never sends so many messages, so `receive` ends only with an error.
+# `receive` waits for this number of messages. No process sends so many messages, so `receive` ends
+# only with an error.
 FOREVER = 10**9
 
 

@@ -59,7 +59,7 @@ class _Scope(NamedTuple):
     replaced_references: frozenset[str] = frozenset()
 
     def with_replaced(self, references: Iterable[str]) -> _Scope:
-        """Return a copy of the scope in which `references` have been replaced, too."""
+        """Return a copy of the scope that also counts `references` as replaced."""
         return self._replace(replaced_references=self.replaced_references.union(references))
 
 

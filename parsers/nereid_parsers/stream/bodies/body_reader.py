@@ -102,7 +102,7 @@ class BodyReader:
 
     @property
     def has_all_arguments(self) -> bool:
-        """Whether the arguments of the open tool call are complete, but its text is not.
+        """Whether the open tool call has all of its arguments, although its text is incomplete.
 
         Example: in `{"name": "f", "arguments": {"a": 1}, "id"`, the arguments are complete.
         """

@@ -93,7 +93,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read the text before a key, or the closing brace of the object.
+        """Read a character where a key or the closing brace of the object can follow.
 
             character at `pos`     effect
             white space or comma   The character and the white space after it are skipped. Several

@@ -313,7 +313,7 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _opens_reasoning_after_call(self, marker: str) -> bool:
-        """Return whether `marker`, which follows the stored text, opens a second block of reasoning.
+        """Return whether `marker`, after the stored text, opens a second block of reasoning.
 
         Examples: `<think>` after `<call>f()</call>`, because it directly follows the tool call, and
         any special token, such as `<|think|>`, because ordinary text contains no special token.

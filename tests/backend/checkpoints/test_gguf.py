@@ -243,6 +243,59 @@ def test_special_tokens_that_the_file_lacks_are_ordinary_text(tmp_path):
     assert len(tokenizer) == len(tokens)
 
 
+def load_byte_level_tokenizer(folder, tokens, kinds, pre_tokenizer, **metadata):
+    """Return the tokenizer of a file whose vocabulary has all bytes, and then `tokens`.
+
+    `kinds` contains the type of each token in `tokens`. The second result is the id of each text in
+    the vocabulary.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = [*alphabet, *tokens]
+    values = {
+        "model": "gpt2",
+        "pre": pre_tokenizer,
+        "tokens": vocabulary,
+        "merges": [],
+        "token_type": [1] * len(alphabet) + kinds,
+        **{name: vocabulary.index(token) for name, token in metadata.items()},
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    file = GgufFile(Path("x.gguf"), {"general.architecture": "qwen2"} | metadata, {})
+    gguf_folder._write_tokenizer(file, folder)
+    ids = {token: token_id for token_id, token in enumerate(vocabulary)}
+    return AutoTokenizer.from_pretrained(folder), ids
+
+
+@pytest.mark.parametrize("pre_tokenizer", ["deepseek-r1-qwen", "llama-bpe"])
+def test_special_tokens_with_other_letters_than_bytes_are_one_token(pre_tokenizer, tmp_path):
+    tokens = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think>", "<я>"]
+    tokenizer, ids = load_byte_level_tokenizer(
+        tmp_path,
+        tokens,
+        [3, 3, 3, 4, 4],
+        pre_tokenizer,
+        bos_token_id=tokens[0],
+        eos_token_id=tokens[1],
+    )
+    pieces = ["<｜User｜>", "a", "<think>", "b", "<я>", "<｜end▁of▁sentence｜>"]
+    found = tokenizer.encode("".join(pieces), add_special_tokens=False)
+    assert found == [ids[piece] for piece in pieces]
+    assert tokenizer.decode(found, skip_special_tokens=True) == "a<think>b<я>"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids[tokens[0]], ids[tokens[1]])
+    assert len(tokenizer) == len(ids)
+
+
+@pytest.mark.parametrize(("pre_tokenizer", "is_tiktoken"), [("llama-bpe", True), ("qwen2", False)])
+def test_vocabularies_of_tiktoken_ignore_merges_and_add_a_bos_token(
+    pre_tokenizer, is_tiktoken, tmp_path
+):
+    tokenizer, ids = load_byte_level_tokenizer(
+        tmp_path, ["ab", "<s>"], [1, 3], pre_tokenizer, bos_token_id="<s>"
+    )
+    expected = ["<s>", "ab"] if is_tiktoken else ["a", "b"]
+    assert tokenizer.encode("ab") == [ids[token] for token in expected]
+
+
 def add_tokenizer(
     path, tokens, merges, pre, template="{% for m in messages %}[{{ m.content }}]{% endfor %}"
 ):
@@ -438,6 +491,20 @@ def test_token_ids_outside_the_vocabulary_are_ignored():
     file = GgufFile(Path("x.gguf"), metadata, {"token_embd.weight": _EMBEDDINGS})
     config = gguf_config(file, None)
     assert (config["eos_token_id"], config["pad_token_id"]) == ([2], None)
+
+
+def test_tokens_that_end_a_turn_are_found_by_their_texts():
+    # Files of Gemma 2 and 3 name only "<eos>".
+    metadata = {
+        "general.architecture": "llama",
+        "llama.embedding_length": 64,
+        "llama.block_count": 1,
+        "llama.attention.head_count": 4,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "a", "<end_of_turn>"],
+    }
+    file = GgufFile(Path("x.gguf"), metadata, {"token_embd.weight": _EMBEDDINGS})
+    assert gguf_config(file, None)["eos_token_id"] == [1, 3]
 
 
 def test_a_damaged_vocabulary_is_refused(tmp_path):

@@ -132,6 +132,13 @@ _ROPE_FACTORS = "rope_freqs.weight"
 # The number of the pooling method "last token" in llama.cpp. Causal models use this method.
 _LAST_TOKEN = 3
 _DEFAULT_ROPE_THETA = 10000.0
+# llama.cpp ends an answer after a token with one of these texts. Many files name only one of them.
+# Example: files of Gemma name "<eos>", but a turn of a chat ends with "<end_of_turn>".
+_END_TEXTS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    "<｜end▁of▁sentence｜>",
+}
 
 
 def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
@@ -323,9 +330,10 @@ def _has_bfloat16(file: GgufFile) -> bool:
 def _special_token_ids(file: GgufFile) -> dict[str, Any]:
     """Return the ids of the special tokens, as fields of config.json.
 
-    The tokens that end a text (eos), a turn (eot) or a message (eom) all become EOS tokens.
-    Example: {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5} gives the field
-    "eos_token_id": [2, 5]. Ids outside the vocabulary are ignored.
+    The tokens that end a text (eos), a turn (eot) or a message (eom) all become EOS tokens, and so
+    do the tokens whose texts are in `_END_TEXTS`. Example: {"tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.eot_token_id": 5} gives the field "eos_token_id": [2, 5]. Ids outside the
+    vocabulary are ignored.
 
     Raises:
         ModelError: if an id is not an integer.
@@ -340,10 +348,15 @@ def _special_token_ids(file: GgufFile) -> dict[str, Any]:
                 "again."
             )
         # Some files use 2**32 - 1 if the model has no such token.
-        is_in_vocabulary = token_id is not None and token_id < file.tensors[_EMBEDDINGS].shape[0]
+        is_in_vocabulary = token_id is not None and token_id < vocab_size
         return token_id if is_in_vocabulary else None
 
+    vocab_size = file.tensors[_EMBEDDINGS].shape[0]
     end_ids = {read_id("eos"), read_id("eot"), read_id("eom")} - {None}
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        texts = enumerate(tokens[:vocab_size])
+        end_ids |= {token_id for token_id, text in texts if text in _END_TEXTS}
     return {
         "bos_token_id": read_id("bos"),
         "eos_token_id": sorted(end_ids) or None,

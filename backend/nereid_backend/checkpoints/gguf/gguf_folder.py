@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # The name of the folder depends on this version number. Increase the number if this module is
 # changed and writes different files. Nereid then creates a new folder and ignores the old folder.
-_VERSION = 5
+_VERSION = 6
 _TOKENIZER = "tokenizer.ggml."
 # The values of general.type in files that contain no model.
 _KINDS_WITHOUT_MODEL = ("adapter", "mmproj", "imatrix")
@@ -36,6 +36,16 @@ _SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+# The pre-tokenizers of vocabularies in tiktoken's format, for which llama.cpp has two rules: a word
+# that is in the vocabulary is one token, even if the merges do not lead to it, and a BOS token is
+# added by default.
+_TIKTOKEN_PRE_TOKENIZERS = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+}
+# The numbers of two types of tokens in GGUF files. Both types are matched in a text before the text
+# is divided into words.
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def create_gguf_folder(path: Path, link_name: str) -> Path:
@@ -181,7 +191,7 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         tokenizer_object=_create_fast_tokenizer(file, values),
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
-        **_bos_and_eos_settings(file, values["tokenizer_type"]),
+        **_bos_and_eos_settings(file, values),
         **_special_tokens(file, values["tokens"]),
     )
     tokenizer.save_pretrained(folder)
@@ -212,11 +222,14 @@ def _chat_template(file: GgufFile) -> str | dict[str, str] | None:
     return default if default is None or len(templates) == 1 else templates
 
 
-def _bos_and_eos_settings(file: GgufFile, tokenizer_type: str) -> dict[str, bool]:
-    """Return whether the tokenizer adds a BOS token and an EOS token to each text."""
-    # llama.cpp adds a BOS token by default only if the vocabulary is a sentencepiece vocabulary,
-    # which has the type "llama".
-    adds_bos_by_default = tokenizer_type == "llama"
+def _bos_and_eos_settings(file: GgufFile, values: Mapping[str, Any]) -> dict[str, bool]:
+    """Return whether the tokenizer adds a BOS token and an EOS token to each text.
+
+    `values` is the metadata of the tokenizer; see `_tokenizer_values`.
+    """
+    # llama.cpp adds a BOS token by default if the vocabulary is a sentencepiece vocabulary, which
+    # has the type "llama", or has tiktoken's format, such as that of Llama 3.
+    adds_bos_by_default = values["tokenizer_type"] == "llama" or _is_tiktoken(values)
     return {
         "add_bos_token": bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", adds_bos_by_default)),
         "add_eos_token": bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),
@@ -237,6 +250,14 @@ def _tokenizer_values(file: GgufFile) -> dict[str, Any]:
         if metadata_key in file.metadata:
             values[name] = file.metadata[metadata_key]
     return values
+
+
+def _is_tiktoken(values: Mapping[str, Any]) -> bool:
+    """Return whether a vocabulary has tiktoken's format; see `_TIKTOKEN_PRE_TOKENIZERS`."""
+    return (
+        values["tokenizer_type"] == "gpt2"
+        and values.get("pre_tokenizer_type") in _TIKTOKEN_PRE_TOKENIZERS
+    )
 
 
 def _check_pre_tokenizer(file: GgufFile, values: dict[str, Any]) -> None:
@@ -277,30 +298,52 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
-    tokenizer = _without_foreign_tokens(tokenizer, len(values["tokens"]))
+    tokenizer = _with_tokens_of_file(tokenizer, values)
     if values.get("add_prefix_space") is False:
         _remove_prefix_space(tokenizer)
     return tokenizer
 
 
-def _without_foreign_tokens(tokenizer: Any, num_tokens: int) -> Any:  # noqa: ANN401 - as below
-    """Return a copy of a tokenizer without the tokens that are not in the vocabulary of the file.
+def _with_tokens_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as below
+    """Return a copy of a tokenizer that has exactly the added tokens of the file.
 
     transformers adds the default special tokens of its tokenizer class to the vocabulary. Example:
     "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
     model has no such token, so the server would refuse each prompt that contains this text.
 
+    transformers also leaves out added tokens whose text a byte-level vocabulary could not contain.
+    Example: "<｜User｜>" of DeepSeek would be divided into several tokens.
+
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
-        num_tokens: the number of tokens in the file.
+        values: the metadata of the tokenizer; see `_tokenizer_values`.
     """
     from tokenizers import Tokenizer
 
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [
-        token for token in content["added_tokens"] if token["id"] < num_tokens
-    ]
+    tokens = values["tokens"]
+    added = {token["id"]: token for token in content["added_tokens"] if token["id"] < len(tokens)}
+    if values["tokenizer_type"] == "gpt2":
+        vocabulary = content["model"]["vocab"]
+        spellings = {token_id: spelling for spelling, token_id in vocabulary.items()}
+        token_types = values.get("token_type") or ()
+        for token_id, (text, kind) in enumerate(zip(tokens, token_types, strict=False)):
+            is_missing = token_id in spellings and token_id not in added
+            if kind in (_CONTROL, _USER_DEFINED) and is_missing:
+                # The vocabulary contains the token in the spelling of byte-level tokens, in which
+                # each character represents one byte.
+                del vocabulary[spellings[token_id]]
+                vocabulary[text] = token_id
+                added[token_id] = _added_token(token_id, text, kind == _CONTROL)
+        content["model"]["ignore_merges"] = _is_tiktoken(values)
+    content["added_tokens"] = [added[token_id] for token_id in sorted(added)]
     return Tokenizer.from_str(json.dumps(content))
+
+
+def _added_token(token_id: int, text: str, is_special: bool) -> dict[str, Any]:
+    """Return an added token in the format of tokenizer.json."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, "special": is_special, **flags}
 
 
 def _remove_prefix_space(tokenizer: Any) -> None:  # noqa: ANN401 - a `tokenizers.Tokenizer`

@@ -493,6 +493,17 @@ def test_token_ids_outside_the_vocabulary_are_ignored():
     assert (config["eos_token_id"], config["pad_token_id"]) == ([2], None)
 
 
+def test_a_file_of_gemma_3_without_a_window_has_full_attention_in_all_layers():
+    metadata = {
+        "general.architecture": "gemma3",
+        "gemma3.embedding_length": 64,
+        "gemma3.block_count": 1,
+        "gemma3.attention.head_count": 4,
+    }
+    file = GgufFile(Path("x.gguf"), metadata, {"token_embd.weight": _EMBEDDINGS})
+    assert gguf_config(file, None)["layer_types"] == ["full_attention"]
+
+
 def test_tokens_that_end_a_turn_are_found_by_their_texts():
     # Files of Gemma 2 and 3 name only "<eos>".
     metadata = {

@@ -222,6 +222,9 @@ def _fields_of_architecture(
                 "rope_theta": values.get("rope.freq_base_swa", _DEFAULT_ROPE_THETA),
             },
         }
+        if "sliding_window" not in config:
+            # In llama.cpp, the window is missing if no layer has one. transformers has a default.
+            fields["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     if architecture.has_experts:
         # llama.cpp always divides the router's weights of the chosen experts by the sum of these
         # weights.

@@ -29,6 +29,7 @@ from nereid_parsers.format import (
     Reasoning,
     Sections,
     Shown,
+    TaggedArguments,
     ToolSection,
     Wrapper,
 )
@@ -830,3 +831,39 @@ def test_a_stop_marker_without_the_tag_prefix_may_arrive_in_pieces():
         events = stream(fmt, text, size)
         assert calls(fold(events)) == [("f", {"city": "Paris"})]
         assert all(event.reason is None for event in events if isinstance(event, ToolCallEnd))
+
+
+def test_a_stop_marker_that_starts_like_an_argument_may_arrive_in_pieces():
+    tags = TaggedArguments("[{key}]", "[/{key}]")
+    fmt = fmt_of(Call(tags, head="[[{name}]]", close="[[end]]"))
+    for text, arguments in (("[city]Paris[/city]", {"city": "Paris"}), ("", {})):
+        text = f"[[f]]{text}[[end]] Hi"
+        for size in range(1, len(text)):
+            message = parsed(fmt, text, size)
+            assert (calls(message), message.content) == ([("f", arguments)], " Hi")
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize("offered", [None, TOOLS])
+@pytest.mark.parametrize(
+    ("head", "tag", "close", "section"),
+    [
+        ("- {name}:\n", "  {key}: ", "\n", ("<calls>\n", "</calls>")),
+        ("call: {name}\n", "  {key}: ", "\n", ("<calls>\n", "</calls>")),
+        ("<fn={name}>\n", "<k>{key}</k><v>", "</v>\n", ("", "")),
+    ],
+    ids=["list", "lines", "tags"],
+)
+def test_the_next_call_ends_the_arguments_if_calls_have_no_closing_marker(
+    head, tag, close, section, offered, size
+):
+    tools = ToolSection((Call(TaggedArguments(tag, close), head=head),), *section)
+    fmt = Format("test", Sections(tools=tools), ends=("<|end|>",))
+    arguments = "".join(
+        tag.format(key=key) + value + close for key, value in (("a", "x"), ("b", "2"))
+    )
+    text = head.format(name="f") + arguments + head.format(name="g") * 2
+    message = parsed(fmt, f"Hi.{section[0]}{text}{section[1]}<|end|>", size, tools=offered)
+    expected = {"a": "x", "b": 2 if offered else "2"}
+    assert calls(message) == [("f", expected), ("g", {}), ("g", {})]
+    assert message.content == "Hi."

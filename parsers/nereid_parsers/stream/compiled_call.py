@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from nereid_parsers.pattern_syntax import escape_braces, split_pattern
+from nereid_parsers.pattern_syntax import escape_braces, first_literal, split_pattern
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTags
 from nereid_parsers.stream.bodies.convert_nested_tags import NestedReader
@@ -25,6 +25,7 @@ from nereid_parsers.stream.pattern_matching import (
     Pattern,
     PatternMatch,
     compile_pattern,
+    looks_like_markup,
     marker_parts,
     skip_whitespace,
 )
@@ -49,10 +50,12 @@ class SectionMarkers(NamedTuple):
     Attributes:
         opens: The markers before all tool calls, such as `<tool_calls>`. Empty if none exist.
         closes: The markers after all tool calls, such as `</tool_calls>`. Empty if none exist.
+        message_ends: The markers that end the message, such as `<|im_end|>`.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
+    message_ends: tuple[str, ...] = ()
 
 
 class CompiledCall:
@@ -248,6 +251,7 @@ def _compile_tags(call: Call, section: SectionMarkers, head: Pattern) -> Compile
         head,
         stop_markers=_stop_markers(call, section),
         markers_between_calls=_markers_between_calls(call, section),
+        next_call_start=_next_call_start(call, section),
     )
 
 
@@ -255,11 +259,26 @@ def _stop_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
     """Return the markers that end the arguments of a tool call, such as `</f>`.
 
     Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end at `</f>`.
-    A model may omit this marker, so `</call>`, `</calls>` and `<call>` are stop markers, too.
+    A model may omit this marker, so `</call>`, `</calls>` and `<call>` are stop markers, too. If
+    the tool call has no closing marker, the arguments also end where the message ends.
     """
-    first_close_part = marker_parts(call.close)[:1]  # Empty if there is no closing marker.
-    stop_markers = (*first_close_part, *_recovery_markers(call, section))
+    end_markers = marker_parts(call.close)[:1] or section.message_ends
+    stop_markers = (*end_markers, *_recovery_markers(call, section))
     return tuple(dict.fromkeys(stop_markers))  # Without duplicates, in the same order.
+
+
+def _next_call_start(call: Call, section: SectionMarkers) -> str:
+    r"""Return the start of the header at which the arguments of the previous tool call end.
+
+    Only a tool call without an opening and a closing marker ends there. Example: in
+    `<calls>- f:\n a: 1\n- g:\n b: 2\n</calls>`, the first tool call ends before `- g:`, so the
+    result is `-`. In all other cases, the result is "".
+    """
+    if call.open.strip() or marker_parts(call.close):
+        return ""
+    start = first_literal(call.head)
+    # Outside of a section, only a tag shows that a tool call starts.
+    return start if section.opens or looks_like_markup(start) else ""
 
 
 def _markers_between_calls(call: Call, section: SectionMarkers) -> tuple[str, ...]:

@@ -47,7 +47,9 @@ class CompiledCalls:
     kinds: dict[str, MarkerKind] = field(default_factory=dict)
 
 
-def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
+def compile_calls(
+    tools: ToolSection | None, message_ends: Iterable[str], *, allows_unmarked: bool
+) -> CompiledCalls:
     """Compile the "variants" of a tool call: all ways in which a model may write a tool call.
 
     The parser searches for the first text of each variant. Therefore, the variants are grouped by
@@ -62,12 +64,15 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
+        message_ends: The markers that end a message, such as `<|im_end|>`.
         allows_unmarked: Whether a tool call without a marker is recognised. Such a tool call is
             never recognised if markers enclose all tool calls of a message.
     """
     if tools is None:
         return CompiledCalls()
-    section = SectionMarkers(tuple(visible_markers(tools.opens)), tools.closes)
+    section = SectionMarkers(
+        tuple(visible_markers(tools.opens)), tools.closes, tuple(visible_markers(message_ends))
+    )
     variants = tuple(CompiledCall(call, section) for call in _with_json_variants(tools.calls))
     by_marker = _group_by_trigger(_variants_outside_section(variants, section))
     by_header = _group_by_header(tools.calls, section, by_marker.keys())

@@ -94,7 +94,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     message_kinds = end_kinds | marker_kinds((layout.start,), MarkerKind.START_MESSAGE)
     message_markers = MarkerLexer(message_kinds)
     # The header shows whether a message is a tool call, so `{` in content does not start one.
-    calls = compile_calls(layout.tools, allows_unmarked=False)
+    calls = compile_calls(layout.tools, end_kinds, allows_unmarked=False)
     message_call = _compile_message_call(layout)
     return CompiledFormat(
         layout=layout,
@@ -128,8 +128,8 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     call may follow ("content only"). For each part, a lexer finds the markers. Example: `</think>`
     is a marker inside the reasoning.
     """
-    calls = compile_calls(layout.tools, allows_unmarked=True)
     end_kinds = marker_kinds(fmt.ends, MarkerKind.END)  # Such as `<|end|>`.
+    calls = compile_calls(layout.tools, end_kinds, allows_unmarked=True)
     content_only_kinds = _kinds_in_content_only(layout.content, end_kinds)
     return CompiledFormat(
         layout=layout,

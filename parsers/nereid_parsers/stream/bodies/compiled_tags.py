@@ -31,6 +31,7 @@ from nereid_parsers.tool_declarations import TaggedArguments
 # client receives no text, so the search is limited.
 _MAX_UNDECIDED_CHARS = 2048
 _NEVER = "(?!)"  # A regex that never matches.
+_NO_TOOLS = Tools(None)
 
 
 class MarkerRole(Enum):
@@ -216,6 +217,7 @@ class CompiledTags:
         head: Pattern,
         stop_markers: tuple[str, ...],
         markers_between_calls: tuple[str, ...],
+        next_call_start: str,
     ) -> None:
         """Compile the regexes for arguments such as `<parameter=city>Paris</parameter>`.
 
@@ -225,13 +227,18 @@ class CompiledTags:
             stop_markers: The markers that end the arguments, for example `</function>`.
             markers_between_calls: The markers that may separate the last value of a tool call from
                 the next header, for example `</function>` and `<tool_call>`.
+            next_call_start: The start of the header of the next tool call, such as `<function=`, if
+                the arguments end there. Otherwise "".
         """
         self.stop_markers = stop_markers
         self._declaration = declaration
         self._head = head
         self._markers_between_calls = markers_between_calls
+        self._next_call_start = next_call_start
         declarations = (declaration, *declaration.also)
         tag_starts = _tag_starts(declarations)
+        if next_call_start in tag_starts:  # An argument starts like a tool call.
+            self._next_call_start = ""
         early_ends = _ends_without_closing_marker(stop_markers, tag_starts)
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
         self._close_or_tag_start_regex = _compile_close_or_tag_start(self.variants, tag_starts)
@@ -247,7 +254,13 @@ class CompiledTags:
         declaration = self._declaration.for_key(key)
         if declaration == self._declaration:
             return self
-        return CompiledTags(declaration, self._head, self.stop_markers, self._markers_between_calls)
+        return CompiledTags(
+            declaration,
+            self._head,
+            self.stop_markers,
+            self._markers_between_calls,
+            self._next_call_start,
+        )
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `text[pos]`.
@@ -283,13 +296,32 @@ class CompiledTags:
         has_message_ended = is_final and pos == len(text)
         if has_message_ended or self.is_at_stop_marker(text, pos):
             return None
+        if not is_final and self.may_become_stop_marker(text, pos):
+            return NEED_MORE
+        next_call = self.match_next_call(text, pos, is_final)
+        if next_call is not NO_MATCH:
+            return None if isinstance(next_call, int) else NEED_MORE
         opening = self.match(text, pos, is_final)
-        if isinstance(opening, TagOpening):
-            return None
-        may_become_body = opening is NEED_MORE or (
-            not is_final and self.may_become_stop_marker(text, pos)
-        )
-        return NEED_MORE if may_become_body else NO_MATCH
+        return None if isinstance(opening, TagOpening) else opening
+
+    def match_next_call(
+        self, text: str, pos: int, is_final: bool, tools: Tools = _NO_TOOLS
+    ) -> int | Mismatch:
+        r"""Match the header of the next tool call at `pos`, if the arguments end at this header.
+
+        The header must name one of the offered `tools`, if they are known. Examples for the header
+        `- {name}:` and the tool `f`:
+
+            `- f:`    the position after the header
+            `- `      NEED_MORE
+            `a: 1`    NO_MATCH, also for `- g:`
+        """
+        if not self._next_call_start:
+            return NO_MATCH
+        head = self._head.match(text, pos, is_final)
+        if not isinstance(head, PatternMatch):
+            return head
+        return head.end if _is_offered(head, tools) else NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Decide whether the stop marker at `pos` is a part of a value, or follows the value.
@@ -332,8 +364,7 @@ class CompiledTags:
         if not isinstance(head, PatternMatch):
             return False
         is_directly_before_opening = skip_whitespace(text, head.end) == opening_pos
-        is_offered = not tools.is_known or head.fields.get("name") in tools.parameters
-        return is_directly_before_opening and is_offered
+        return is_directly_before_opening and _is_offered(head, tools)
 
     def _skip_markers_between_calls(self, text: str, pos: int, end: int) -> int:
         """Return the position after the markers that are between `pos` and `end`.
@@ -356,6 +387,11 @@ class CompiledTags:
         Example: `</fun` is a prefix of `</function>`.
         """
         return any(match_marker(marker, text, pos) is NEED_MORE for marker in self.stop_markers)
+
+
+def _is_offered(head: PatternMatch, tools: Tools) -> bool:
+    """Return whether a header names an offered function, or whether the tools are not known."""
+    return not tools.is_known or head.fields.get("name") in tools.parameters
 
 
 def _tag_starts(declarations: Iterable[TaggedArguments]) -> tuple[str, ...]:

@@ -95,6 +95,14 @@ class TaggedReader(StepReader):
         if self._tags.is_at_stop_marker(text, pos):
             self._end_call()
             return pos
+        if not self.is_final and self._tags.may_become_stop_marker(text, pos):
+            return NEED_MORE  # An opening tag `[{key}]` matches the start of the marker `[[end]]`.
+        next_call = self._tags.match_next_call(text, pos, self.is_final, self.writer.tools)
+        if isinstance(next_call, int):  # The tool call has no closing marker.
+            self._end_call()
+            return pos
+        if next_call is NEED_MORE:
+            return NEED_MORE
         opening = self._tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
             self._start_value(opening)

@@ -175,6 +175,11 @@ FLAGS = [
             {},
         ),
         (
+            "python_list",
+            "<|tool_call_start|>[set_flags(on=true, note=null)]<|tool_call_end|>",
+            {"on": True, "note": None},
+        ),
+        (
             "prompt_or_nothing",
             '</think><call name="list_all">{}</call>',
             {},

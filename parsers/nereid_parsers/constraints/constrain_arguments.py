@@ -40,7 +40,6 @@ _NESTED_PREFIX = "]<]minimax[>["
 _NESTED_TAGS_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _BOOLEAN_ONLY = frozenset({"boolean"})
-_NULL_ONLY = frozenset({"null"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # Schema keywords that restrict the text of a string.
 _STRING_RESTRICTIONS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
@@ -365,20 +364,16 @@ def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
 def _python_value(schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for a Python literal, such as `True` in the call `f(a=True)`.
 
-    Examples of matching texts: `True` for a boolean, `None` for null, and `"Paris"` or `'Paris'`
-    for a string. Every other value is JSON text, because only a JSON schema can describe lists,
-    objects and unions. JSON text contains the words true, false and null, as in `[true]`. The
-    parser accepts the words of both languages.
+    Examples of matching texts: `True` or `true` for a boolean, `None` or `null` for null, and
+    `"Paris"` or `'Paris'` for a string. Every other value is JSON text, because only a JSON schema
+    can describe lists, objects and unions. The parser accepts the words of both languages, and some
+    models are trained to write the JSON words.
     """
     types = json_types_of(schema, root=schema)
     if types == _BOOLEAN_ONLY:
-        return one_of(const("True"), const("False"))
-    if types == _NULL_ONLY:
-        return const("None")
+        return one_of(const("True"), const("False"), json_schema(schema))
     if types is not None and "null" in types and _allows_null(schema):
-        # `None` replaces the JSON word `null`, so the JSON text need not match the type null.
-        other_types = sorted(types - {"null"})
-        return one_of(const("None"), json_schema({**schema, "type": other_types}))
+        return one_of(const("None"), json_schema(schema))
     # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.
     is_restricted = any(keyword in schema for keyword in _STRING_RESTRICTIONS)
     if types == _STRING_ONLY and not is_restricted:

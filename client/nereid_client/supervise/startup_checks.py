@@ -126,6 +126,16 @@ def _check_checkpoint(path: Path) -> None:
     _check_checkpoint_files(path)
 
 
+def _find_checkpoint_inside(folder: Path) -> Path | None:
+    """Return the path of a checkpoint in a folder that is no checkpoint; None if it has none.
+
+    The checkpoint is a GGUF file, or the folder of a version in the cache of the Hugging Face Hub,
+    such as models--Qwen--Qwen3-0.6B/snapshots/c1899de.
+    """
+    versions = (config.parent for config in folder.glob("snapshots/*/config.json"))
+    return min((*folder.glob("*.gguf"), *versions), default=None)
+
+
 def _check_checkpoint_files(folder: Path) -> None:
     """Check that a folder contains the files of a checkpoint, and that the files are complete."""
     folder = weight_files.model_folder(folder)
@@ -136,6 +146,8 @@ def _check_checkpoint_files(folder: Path) -> None:
                 "It is a LoRA adapter. Give the folder of its base model, and add the adapter of a "
                 f"language model with --lora NAME={folder}."
             )
+        elif (checkpoint := _find_checkpoint_inside(folder)) is not None:
+            remedy = f"Give the checkpoint {checkpoint}."
         raise CliError(f"the folder {folder} has no config.json. {remedy}")
     if not any(folder.glob("*.safetensors")):
         raise CliError(

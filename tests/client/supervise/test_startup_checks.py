@@ -56,6 +56,16 @@ def test_an_incomplete_folder_is_not_a_checkpoint(checkpoint, missing, message):
         checks.check_checkpoint(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "snapshots/c1899de/config.json"])
+def test_a_checkpoint_inside_the_folder_is_named(name, tmp_path):
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    path = file if file.suffix == ".gguf" else file.parent
+    with pytest.raises(CliError, match=rf"has no config\.json\. Give the checkpoint {path}\."):
+        checks.check_checkpoint(tmp_path)
+
+
 def test_the_transformers_model_may_be_in_a_subfolder_that_modules_json_names(checkpoint, tmp_path):
     modules = [{"idx": 1, "path": "1_Pooling"}, {"idx": 0, "path": checkpoint.name}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))

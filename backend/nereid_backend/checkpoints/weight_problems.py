@@ -46,6 +46,11 @@ def remedy_for_missing_weight(name: str, unused: Iterable[str]) -> str:
                 f"The files contain {other} instead. Save the model again without the wrapper that "
                 f"added the prefix {other.removesuffix(name)!r}, or rename the tensors."
             )
+    if name.endswith("lm_head.weight"):
+        return (
+            "If the model's output layer is its embedding table, set tie_word_embeddings to true "
+            "in config.json. Otherwise, download the checkpoint again."
+        )
     return "Download the checkpoint again."
 
 

@@ -292,6 +292,16 @@ def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_answering_at_rand
         open_engine(copy)
 
 
+def test_the_error_about_a_missing_output_layer_names_the_setting_for_shared_weights(copy):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(copy / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"set tie_word_embeddings to true in config\.json"):
+        open_engine(copy)
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
 def test_a_weight_that_is_not_finite_is_named(number, copy):
     name = "model.layers.1.mlp.up_proj.weight"

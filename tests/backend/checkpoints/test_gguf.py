@@ -296,6 +296,11 @@ def test_vocabularies_of_tiktoken_ignore_merges_and_add_a_bos_token(
     assert tokenizer.encode("ab") == [ids[token] for token in expected]
 
 
+def test_characters_are_composed_as_in_the_tokenizers_of_qwen(tmp_path):
+    tokenizer, _ids = load_byte_level_tokenizer(tmp_path, [], [], "qwen2")
+    assert tokenizer.encode("cafe\u0301") == tokenizer.encode("caf\u00e9")
+
+
 def add_tokenizer(
     path, tokens, merges, pre, template="{% for m in messages %}[{{ m.content }}]{% endfor %}"
 ):

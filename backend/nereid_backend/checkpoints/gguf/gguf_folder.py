@@ -43,6 +43,9 @@ _TIKTOKEN_PRE_TOKENIZERS = {
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     *("jina-v5-nano", "tekken"),
 }
+# The pre-tokenizers of Qwen's vocabularies. The tokenizers of Qwen compose characters first. Example:
+# "e" and a combining accent become "é".
+_QWEN_PRE_TOKENIZERS = ("qwen2", "deepseek-r1-qwen")
 # The numbers of two types of tokens in GGUF files. Both types are matched in a text before the text
 # is divided into words.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -336,6 +339,8 @@ def _with_tokens_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # n
                 vocabulary[text] = token_id
                 added[token_id] = _added_token(token_id, text, kind == _CONTROL)
         content["model"]["ignore_merges"] = _is_tiktoken(values)
+        if values.get("pre_tokenizer_type") in _QWEN_PRE_TOKENIZERS:
+            content["normalizer"] = {"type": "NFC"}
     content["added_tokens"] = [added[token_id] for token_id in sorted(added)]
     return Tokenizer.from_str(json.dumps(content))
 

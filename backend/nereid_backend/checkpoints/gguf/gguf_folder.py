@@ -43,8 +43,8 @@ _TIKTOKEN_PRE_TOKENIZERS = {
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     *("jina-v5-nano", "tekken"),
 }
-# The pre-tokenizers of Qwen's vocabularies. The tokenizers of Qwen compose characters first. Example:
-# "e" and a combining accent become "é".
+# The pre-tokenizers of Qwen's vocabularies. The tokenizers of Qwen compose characters first.
+# Example: "e" and a combining accent become "é".
 _QWEN_PRE_TOKENIZERS = ("qwen2", "deepseek-r1-qwen")
 # The numbers of two types of tokens in GGUF files. Both types are matched in a text before the text
 # is divided into words.

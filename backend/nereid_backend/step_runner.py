@@ -178,14 +178,15 @@ class Runner:
     ) -> Tensor:
         """Launch the forward pass. `pending` are the unknown tokens of the previous step, if any.
 
-        If an error occurs, wait for the threads that fill masks, and reset the plan's sequences.
+        If an error occurs, reset the plan's sequences, and wait for the threads that fill masks.
         """
+        pending_token_ids = None if pending is None else pending.token_ids
         try:
-            return self._path.forward(plan, None if pending is None else pending.token_ids)
+            with self._clearing_on_error(plan):
+                return self._path.forward(plan, pending_token_ids)
         except BaseException:
-            with self._clearing_on_error(plan):  # Raising the error again resets the sequences.
-                self._masks.join(mask_jobs or ())
-                raise
+            self._masks.join(mask_jobs or ())
+            raise
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, plan: StepPlan) -> None:

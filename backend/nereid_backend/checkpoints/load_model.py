@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _UNSUPPORTED_ERRORS = (ValueError, KeyError, ImportError)
 
 
-class _OwnAttentionError(Exception):
+class OwnAttentionError(Exception):
     """Raised if the model's class does not use transformers' attention interface."""
 
 
@@ -61,13 +61,13 @@ def load_with_attention(
 
     Args:
         load: loads the model. The argument is the name of the attention function. `load` raises an
-            _OwnAttentionError if the class does not accept this name.
+            OwnAttentionError if the class does not accept this name.
         config: the config of the model.
         attention: the name of a registered attention function.
     """
     try:
         model = load(attention)
-    except _OwnAttentionError:
+    except OwnAttentionError:
         return None
     return model if _uses_registered_attention(model, config) else None
 
@@ -115,7 +115,7 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
         attention: the name of the attention implementation.
 
     Raises:
-        _OwnAttentionError: if the class does not accept the attention implementation `attention`.
+        OwnAttentionError: if the class does not accept the attention implementation `attention`.
         ModelError: if the weights are damaged.
         UnsupportedModelError: if transformers does not support the model.
     """
@@ -192,7 +192,7 @@ def _from_pretrained(
         progress: called with one line of text every few seconds.
 
     Raises:
-        _OwnAttentionError: if the class does not accept the attention implementation.
+        OwnAttentionError: if the class does not accept the attention implementation.
         ModelError: if the weights are damaged or incomplete. The message contains `folder`.
         UnsupportedModelError: if transformers does not support the model.
     """
@@ -227,7 +227,7 @@ def _loading_error(
 
     There are three cases:
 
-    - The model's class refuses the attention implementation: an _OwnAttentionError, after which the
+    - The model's class refuses the attention implementation: an OwnAttentionError, after which the
       model is loaded again with its own attention.
     - transformers does not support the model: an UnsupportedModelError.
     - A file is damaged or missing: a ModelError.
@@ -239,7 +239,7 @@ def _loading_error(
         attention: the name of the attention implementation.
     """
     if _refuses_attention(error, attention):
-        return _OwnAttentionError()
+        return OwnAttentionError()
     if isinstance(error, _UNSUPPORTED_ERRORS):
         reason = _unsupported_reason(error, folder)
         return UnsupportedModelError(

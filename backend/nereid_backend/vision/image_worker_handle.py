@@ -122,7 +122,7 @@ class ImageWorkerHandle:
         """
         try:
             connection = self._start()
-            failure = _receive_failure(connection)
+            failure = _wait_until_ready(connection)
         except (EOFError, OSError) as error:
             self._end()
             raise EngineError("The process that prepares images could not be started.") from error
@@ -172,10 +172,10 @@ class ImageWorkerHandle:
             self._kill_process = None
 
 
-def _receive_failure(connection: Connection) -> str | None:
-    """Receive the first message of the process: ["ready"] or ["failed", reason].
+def _wait_until_ready(connection: Connection) -> str | None:
+    """Wait for the first message of the process: ["ready"] or ["failed", reason].
 
-    Return the reason of a failure. Return None if the process is ready.
+    Return None if the process is ready, or the reason why the process failed.
 
     Raises:
         EOFError, OSError: the process has ended.

@@ -165,9 +165,11 @@ class FormReader:
 
 
 def _boundary_of(content_type: str) -> bytes:
-    """Return the boundary between the parts of a form. The header Content-Type contains it.
+    """Return the boundary between the parts of a form, which the header Content-Type contains.
 
     Example: "multipart/form-data; boundary=abc" returns b"abc".
+
+    Raises: ApiError 400 if the header has another media type or contains no boundary.
     """
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")

@@ -174,7 +174,7 @@ def with_custom_tools_as_functions(chat: Mapping[str, Any]) -> Json:
             _function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)
         ]
     if isinstance(chat.get("tool_choice"), Mapping):
-        changed["tool_choice"] = _function_choice(chat["tool_choice"])
+        changed["tool_choice"] = _choice_of_functions(chat["tool_choice"])
     messages = chat.get("messages")
     if isinstance(messages, list):
         changed["messages"] = [
@@ -226,7 +226,7 @@ def _function_call(call: object, place: str) -> object:
     return {**others, "type": "function", "function": function}
 
 
-def _function_choice(choice: Mapping[str, Any]) -> Json:
+def _choice_of_functions(choice: Mapping[str, Any]) -> Json:
     """Return a tool choice in which custom tools are replaced by functions.
 
     The tool choice is one tool, or an object `allowed_tools` with a list of tools. Each tool of the
@@ -241,6 +241,7 @@ def _function_choice(choice: Mapping[str, Any]) -> Json:
     if not isinstance(allowed, Mapping) or not isinstance(allowed.get("tools"), list):
         return dict(choice)
     tools = [
-        _function_choice(tool) if isinstance(tool, Mapping) else tool for tool in allowed["tools"]
+        _choice_of_functions(tool) if isinstance(tool, Mapping) else tool
+        for tool in allowed["tools"]
     ]
     return {**choice, "allowed_tools": {**allowed, "tools": tools}}

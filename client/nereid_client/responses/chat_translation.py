@@ -186,15 +186,17 @@ def _chat_part(part: Json) -> Json:
 def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
     """Add the text of a reasoning item to the assistant message that comes after this item.
 
-    If the item has no text, its summary is added instead.
+    If the item has no text, its summary is added instead. Reasoning between the calls of one
+    response is added to the message with these calls, because a new message would come between the
+    first calls and their outputs.
     """
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if not text:
         return
     message = chat.last_assistant_message()
-    # Reasoning comes before the content and the tool calls of a message.
-    if message is None or message["content"] or message.get("tool_calls"):
+    # Reasoning comes before the content of a message.
+    if message is None or (message["content"] and not message.get("tool_calls")):
         message = chat.append_assistant_message()
     message.setdefault("reasoning", []).append(text)
 

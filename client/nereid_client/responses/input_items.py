@@ -62,6 +62,22 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
     return [_item(item, f"input[{at}]", find) for at, item in enumerate(given)]
 
 
+def with_unique_ids(items: Sequence[Json]) -> list[Json]:
+    """Give a new id to each item that has the id of an earlier item.
+
+    A conversation has an item twice if a client sends the output of the previous response again. A
+    page of items begins after the item with a given id, so ids must be unique.
+    """
+    ids: set[str] = set()
+    unique = []
+    for item in items:
+        if item["id"] in ids:
+            item = {**item, "id": new_id(item["type"])}
+        ids.add(item["id"])
+        unique.append(item)
+    return unique
+
+
 def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
     """Check that each tool output comes after a call with the same `call_id`.
 
@@ -108,7 +124,8 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
     kind = item.get("type")
     if not kind and "role" in item:
         kind = "message"  # OpenAI's API allows messages without a type
-    if kind == "item_reference":
+    has_only_id = [name for name in item if name != "type"] == ["id"]
+    if kind == "item_reference" or (not kind and has_only_id):  # the type is optional here, too
         return _referenced(item, place, find)
     if not isinstance(kind, str) or kind not in _READERS:
         raise _wrong(f"{place}.type", f"one of {', '.join(_READERS)}, item_reference", kind)
@@ -222,17 +239,13 @@ def _call_output(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _reasoning(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a reasoning item."""
+    """Return the fields of a reasoning item.
+
+    The field `encrypted_content` is left out, because only the server that has encrypted the
+    reasoning can read it. Agents keep such items after a switch to another model.
+    """
     content = _text_parts(item.get("content"), f"{place}.content", ("reasoning_text", "text"))
     summary = _text_parts(item.get("summary"), f"{place}.summary", ("summary_text",))
-    has_text = bool(content or summary)
-    if item.get("encrypted_content") is not None and not has_text:
-        raise ApiError(
-            400,
-            f"{place}.encrypted_content cannot be decrypted by this server, which returns "
-            "reasoning unencrypted in content. Leave the item out.",
-            param=f"{place}.encrypted_content",
-        )
     return {
         "summary": [{"type": "summary_text", "text": text} for text in summary],
         "content": [{"type": "reasoning_text", "text": text} for text in content],

@@ -29,7 +29,7 @@ from nereid_client.responses.background_responses import (
     stored_events,
 )
 from nereid_client.responses.chat_translation import RESPONSES_FIELD_NAMES, chat_request
-from nereid_client.responses.input_items import check_calls, read_items
+from nereid_client.responses.input_items import check_calls, read_items, with_unique_ids
 from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_object import request_fields
 from nereid_client.responses.response_store import Store
@@ -261,7 +261,7 @@ def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Jso
     earlier_items = [] if previous_id is None else _items_until(previous_id, store)
     items = read_items(responses_request.input, store.find_item)
     check_calls(earlier_items, items)
-    return earlier_items + items
+    return with_unique_ids(earlier_items + items)
 
 
 def _items_until(previous_id: str, store: Store) -> list[Json]:

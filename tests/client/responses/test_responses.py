@@ -454,10 +454,6 @@ async def test_what_is_not_offered_of_a_tool_is_refused_by_name(respond, name):
             "input[1].output must be a string or a list of parts, but the request has 5",
         ),
         (
-            {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"},
-            "input[1].encrypted_content cannot be decrypted by this server, which returns",
-        ),
-        (
             {"type": "reasoning", "content": [{"type": "input_text", "text": "x"}]},
             "input[1].content[0] must be an object with the type reasoning_text",
         ),
@@ -522,6 +518,31 @@ async def test_items_of_one_turn_are_one_message(respond, backend):
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": "and?"},
     ]
+
+
+async def test_reasoning_between_the_calls_of_a_response_stays_in_their_message(respond, backend):
+    def reasoning(text):
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    def call(call_id):
+        return {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"}
+
+    def output(call_id):
+        return {"type": "function_call_output", "call_id": call_id, "output": "x"}
+
+    calls = [reasoning("one"), call("a"), reasoning("\ntwo"), call("b")]
+    await respond([*calls, output("a"), output("b")])
+    message, *results = passed_on(backend)["messages"]
+    assert message["reasoning"] == "one\ntwo"
+    assert [call["id"] for call in message["tool_calls"]] == ["a", "b"]
+    assert [result["tool_call_id"] for result in results] == ["a", "b"]
+
+
+async def test_encrypted_reasoning_of_another_server_is_left_out(respond, backend):
+    reasoning = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"}
+    response = await respond([reasoning, {"role": "user", "content": "hi"}])
+    assert response.status_code == 200
+    assert passed_on(backend)["messages"] == [{"role": "user", "content": "hi"}]
 
 
 async def test_the_output_of_a_tool_may_contain_images(respond, backend):

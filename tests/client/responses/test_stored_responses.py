@@ -112,16 +112,26 @@ async def test_sending_the_output_back_is_the_same_as_going_on_from_it(client, b
     question = {"role": "user", "content": CALL}
     output = {"type": "function_call_output", "call_id": "call_0", "output": "sun"}
     references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    short_references = [{"id": item["id"]} for item in first["output"]]
 
     await create(client, [output], previous_response_id=first["id"])
     await create(client, [question, *first["output"], output], store=False)
     await create(client, [question, *references, output])
+    await create(client, [question, *short_references, output])
 
     _, *generations = backend.generations
-    by_response_id, by_items, by_references = (
+    by_response_id, by_items, by_references, by_short_references = (
         json.loads(generation.chat_request)["messages"] for generation in generations
     )
-    assert by_response_id == by_items == by_references
+    assert by_response_id == by_items == by_references == by_short_references
+
+
+async def test_items_that_are_sent_twice_get_ids_of_their_own(client):
+    first = await create(client, "one")
+    second = await create(client, first["output"], previous_response_id=first["id"])
+    listed = (await client.get(f"{PATH}/{second['id']}/input_items")).json()["data"]
+    # A client that pages through the items would otherwise read the same page forever.
+    assert len({item["id"] for item in listed}) == len(listed) == 3
 
 
 async def test_an_unknown_response_is_a_404_that_names_its_id(client):

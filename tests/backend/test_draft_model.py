@@ -1,6 +1,7 @@
 """Tests that a draft model for speculative decoding does not change the answers of the model."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import pytest
@@ -20,7 +21,7 @@ from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.errors import ConfigError
 from nereid_backend.model.load_draft import check_draft_folder
-from scipy.stats import chi2_contingency, chisquare
+from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.usefixtures("cheap_drafts")
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("cheap_drafts")
 NAMES = ["llama", "qwen3", "gpt2"]
 
 
-def save_noisy(name, folder, noise: float):
+def save_noisy(name, folder, *, noise: float):
     """Save a tiny model with random numbers added to its weights.
 
     The standard deviation of these numbers is `noise` times the standard deviation of a weight.
@@ -55,17 +56,20 @@ def draft_of(tmp_path_factory):
 
     def folder_of(name):
         if name not in folders:
-            folders[name] = save_noisy(name, tmp_path_factory.mktemp(f"draft-{name}"), 0.05)
+            folder = tmp_path_factory.mktemp(f"draft-{name}")
+            folders[name] = save_noisy(name, folder, noise=0.05)
         return folders[name]
 
     return folder_of
 
 
 def greedy(engine):
+    """Return the greedy answers to the prompts."""
     return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 
 def acceptance(engine) -> float:
+    """Return the share of the draft tokens that the model accepted."""
     stats = engine.stats()
     return stats.num_accepted_tokens / stats.num_proposed_tokens
 
@@ -112,15 +116,18 @@ def test_requests_that_arrive_later_are_drafted_in_the_same_batch(checkpoint, dr
 
 def test_preempted_requests_are_drafted_again(checkpoint, draft_of):
     expected = reference(checkpoint("qwen3"))
-    calm = open_engine(checkpoint("qwen3"))
-    # The draft model has the same shape as the model, so its keys and values need as much memory.
+    measuring_engine = open_engine(checkpoint("qwen3"))
+    # The cache has space for two of the longest prompts. The draft model has the same shape as the
+    # model, so its keys and values need as much memory as those of the model.
+    kv_cache_memory = 2 * bytes_for(measuring_engine, num_tokens=100)
+    measuring_engine.close()
     engine = open_engine(
         checkpoint("qwen3"),
         draft_model=str(draft_of("qwen3")),
         max_model_len=80,
-        kv_cache_memory=2 * bytes_for(calm, 100),
+        kv_cache_memory=kv_cache_memory,
     )
-    calm.close()
+
     assert greedy(engine) == expected
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_accepted_tokens > 0
@@ -139,15 +146,21 @@ def test_sampled_tokens_are_those_of_the_model_alone(checkpoint, draft_of):
         logprobs=1,
         bad_words_token_ids=[[7], [8, 9]],
     )
-    answers = []
-    for settings in ({}, {"draft_model": str(draft_of("llama"))}):
-        engine = open_engine(checkpoint("llama"), **settings)
-        outputs = [each for out in engine.generate(PROMPTS, params) for each in out.outputs]
-        answers.append([each.token_ids for each in outputs])
-        assert all(len(each.logprobs) == len(each.token_ids) for each in outputs)
-    assert engine.stats().num_accepted_tokens > 20
-    engine.close()
-    assert answers[0] == answers[1]
+
+    def sampled_tokens(engine):
+        outputs = [
+            answer for output in engine.generate(PROMPTS, params) for answer in output.outputs
+        ]
+        assert all(len(answer.logprobs) == len(answer.token_ids) for answer in outputs)
+        return [answer.token_ids for answer in outputs]
+
+    plain_engine = open_engine(checkpoint("llama"))
+    drafting_engine = open_engine(checkpoint("llama"), draft_model=str(draft_of("llama")))
+
+    assert sampled_tokens(drafting_engine) == sampled_tokens(plain_engine)
+    assert drafting_engine.stats().num_accepted_tokens > 20
+    plain_engine.close()
+    drafting_engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +169,22 @@ def small_vocabulary(tmp_path_factory):
 
     The vocabulary of both models has 8 tokens.
     """
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     folders = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=8,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=64,
-                tie_word_embeddings=False,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-        )
+        model = LlamaForCausalLM(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
@@ -182,6 +194,40 @@ def small_vocabulary(tmp_path_factory):
     return folders
 
 
+def count_sampled_answers(folder, prompt, settings) -> Counter[tuple[int, ...]]:
+    """Sample 2560 answers of three tokens with drafts, and count the equal answers."""
+    engine = open_engine(
+        folder, max_model_len=32, max_num_seqs=64, num_speculative_tokens=3, **settings
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=3, n=64)
+    answer_counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(40):
+        (output,) = engine.generate([prompt], params)
+        answer_counts.update(tuple(answer.token_ids) for answer in output.outputs)
+
+    stats = engine.stats()
+    assert stats.num_proposed_tokens > 100
+    assert 0 < stats.num_accepted_tokens < stats.num_proposed_tokens
+    engine.close()
+    return answer_counts
+
+
+def cells_of_test(answer_counts, probabilities) -> tuple[list[int], list[float]]:
+    """Return the observed and the expected number of answers in each cell of a chi-square test.
+
+    Each answer has its own cell. The test requires at least 5 expected answers in each cell, so
+    all rarer answers share the last cell.
+    """
+    num_answers = answer_counts.total()
+    expected = {answer: num_answers * share for answer, share in probabilities.items()}
+    common = [answer for answer, count in expected.items() if count >= 5]
+    observed_counts = [answer_counts[answer] for answer in common]
+    expected_counts = [expected[answer] for answer in common]
+    observed_counts.append(num_answers - sum(observed_counts))
+    expected_counts.append(num_answers - sum(expected_counts))
+    return observed_counts, expected_counts
+
+
 @pytest.mark.parametrize("source", ["draft", "ngram", "mtp"])
 def test_sampling_with_drafts_keeps_the_distribution_of_the_model(
     small_vocabulary, source, tmp_path
@@ -189,51 +235,40 @@ def test_sampling_with_drafts_keeps_the_distribution_of_the_model(
     target, draft = small_vocabulary
     if source == "mtp":
         target = save_with_mtp(tmp_path, vocab_size=8)
-    chosen = {"draft_model": str(draft)} if source == "draft" else {"speculative_method": source}
-    engine = open_engine(
-        target, max_model_len=32, max_num_seqs=64, num_speculative_tokens=3, **chosen
-    )
+    settings = {"draft_model": str(draft)} if source == "draft" else {"speculative_method": source}
     prompt = [1, 2, 3, 4, 1, 2]
-    params = SamplingParams(temperature=1.0, max_tokens=3, n=64)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(40):
-        (output,) = engine.generate([prompt], params)
-        counts.update(tuple(each.token_ids) for each in output.outputs)
-    assert engine.stats().num_proposed_tokens > 100
-    assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_proposed_tokens
-    engine.close()
-    num_answers = sum(counts.values())
+
+    answer_counts = count_sampled_answers(target, prompt, settings)
+
     probabilities = answer_probabilities(target, prompt)
     assert sum(probabilities.values()) == pytest.approx(1)
-    expected = [num_answers * probability for probability in probabilities.values()]
-    observed = [counts[answer] for answer in probabilities]
-    # The chi-square test requires at least 5 expected answers in each cell, so rarer answers share
-    # one cell.
-    rare = [index for index, count in enumerate(expected) if count < 5]
-    for values in (expected, observed):
-        values.append(sum(values[index] for index in rare))
-        for index in reversed(rare):
-            del values[index]
+    observed, expected = cells_of_test(answer_counts, probabilities)
     assert chisquare(observed, expected).pvalue > 1e-4
-    # If the answers had the distribution of the draft model, the test would fail.
-    if source == "draft":
-        wrong = answer_probabilities(draft, prompt)
-        table = [observed, [num_answers * p for i, p in enumerate(wrong.values()) if i not in rare]]
-        table[1].append(max(1e-3, num_answers - sum(table[1])))
-        assert chi2_contingency(table).pvalue < 1e-9
+
+
+def test_the_answers_of_the_model_do_not_have_the_distribution_of_the_draft_model(small_vocabulary):
+    """If the answers had the distribution of the draft model, the chi-square test would fail."""
+    target, draft = small_vocabulary
+    prompt = [1, 2, 3, 4, 1, 2]
+
+    answer_counts = count_sampled_answers(target, prompt, {"draft_model": str(draft)})
+
+    observed, expected = cells_of_test(answer_counts, answer_probabilities(draft, prompt))
+    assert chisquare(observed, expected).pvalue < 1e-9
 
 
 @torch.inference_mode()
 def answer_probabilities(folder, prompt) -> dict[tuple[int, ...], float]:
     """Return the probability of each answer with three tokens, computed with transformers."""
     model = load_float32(folder)
-    answers = [(a, b, c) for a in range(8) for b in range(8) for c in range(8)]
+    answers = list(itertools.product(range(8), repeat=3))
     ids = torch.tensor([[*prompt, *answer] for answer in answers])
     logprobs = model(ids).logits.double().log_softmax(-1)
-    start = len(prompt) - 1
     rows = torch.arange(len(answers))
-    total = sum(logprobs[rows, start + i, ids[:, start + i + 1]] for i in range(3))
-    return dict(zip(answers, total.exp().tolist(), strict=True))
+    # The logits at one position predict the token at the next position.
+    positions = range(len(prompt), len(prompt) + 3)
+    answer_logprobs = sum(logprobs[rows, i - 1, ids[:, i]] for i in positions)
+    return dict(zip(answers, answer_logprobs.exp().tolist(), strict=True))
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(checkpoint, small_vocabulary):
@@ -286,13 +321,15 @@ def test_zero_tokens_turn_speculation_off():
 
 def test_all_rows_and_blocks_of_the_draft_model_are_released(checkpoint, draft_of):
     engine = open_engine(checkpoint("llama"), draft_model=str(draft_of("llama")))
+
     engine.generate(PROMPTS, dataclasses.replace(PARAMS, n=3))
-    engine.add_request("a", PROMPTS[3], dataclasses.replace(PARAMS, max_tokens=60))
+    engine.add_request("aborted", PROMPTS[3], dataclasses.replace(PARAMS, max_tokens=60))
     for _ in range(6):
         engine.step()
-    engine.abort("a")
+    engine.abort("aborted")
     while engine.has_work():
         engine.step()
+
     draft = engine._parts.draft
     assert sorted(draft._free_rows) == list(range(engine.info.max_num_seqs))
     pool: BlockPool = draft._tables._pool
@@ -308,6 +345,7 @@ def test_a_failing_draft_model_does_not_end_requests(checkpoint, draft_of, caplo
         raise RuntimeError("out of memory")
 
     engine._parts.draft._path.forward = fail
+
     assert greedy(engine) == reference(checkpoint("llama"))
     assert engine.stats().num_drafts == 0
     assert "The engine continues without draft tokens" in caplog.text

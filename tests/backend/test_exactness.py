@@ -76,17 +76,20 @@ def model(request, references):
     return folder, path, expected
 
 
-def cases(values, usual):
+def cases(values, usual_values):
     """Return test parameters for all pairs of a model and one of `values`.
 
-    A pair is marked `long`, unless its value is in `usual` or its model is the first of its path.
+    A pair is marked `long`, unless its value is in `usual_values` or its model is the first of its
+    forward path.
     """
+
+    def marks(path, name, value):
+        is_usual = value in usual_values or name == TYPES[path][0]
+        return () if is_usual else pytest.mark.long
+
     return [
         pytest.param(
-            (path, name),
-            value,
-            id=f"{path}-{name}-{value}",
-            marks=() if value in usual or name == TYPES[path][0] else pytest.mark.long,
+            (path, name), value, id=f"{path}-{name}-{value}", marks=marks(path, name, value)
         )
         for path, name in MODELS
         for value in values
@@ -122,7 +125,6 @@ def test_sequences_of_one_request_have_equal_answers(model, num_drafts):
     engine = open_engine(folder, num_speculative_tokens=num_drafts)
     params = dataclasses.replace(PARAMS, n=3)
     outputs = engine.generate(PROMPTS, params)
-    assert [[o.token_ids for o in each.outputs] for each in outputs] == [
-        [answer] * 3 for answer in expected
-    ]
+    answers = [[answer.token_ids for answer in output.outputs] for output in outputs]
+    assert answers == [[expected_answer] * 3 for expected_answer in expected]
     engine.close()

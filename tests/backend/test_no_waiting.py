@@ -37,32 +37,36 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         num_copies: the number of copies.
-        waited: the names of the operators for which the CPU would wait: copies outside the module
-            `device_transfer`, and tensors that torch creates on the device from Python numbers.
+        waiting_operators: the names of the operators for which the CPU would wait: copies outside
+            the module `device_transfer`, and tensors that torch creates on the device from Python
+            numbers.
     """
 
     def __init__(self):
         super().__init__()
         self.num_copies = 0
-        self.waited: list[str] = []
+        self.waiting_operators: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        if not isinstance(result, torch.Tensor) or result.device != DEVICE:
+            return result
+
         name = func.name()
-        goes_there = isinstance(result, torch.Tensor) and result.device == DEVICE
-        comes_from = {arg.device for arg in args if isinstance(arg, torch.Tensor)}
-        copies = name.startswith(("aten::to", "aten::_to_copy", "aten::copy_"))
-        if goes_there and copies and torch.device("cpu") in comes_from:
+        is_copy = name.startswith(("aten::to", "aten::_to_copy", "aten::copy_"))
+        source_devices = {arg.device for arg in args if isinstance(arg, torch.Tensor)}
+        if is_copy and torch.device("cpu") in source_devices:
             self.num_copies += 1
-            if not _is_inside(device_transfer.__file__):
-                self.waited.append(name)
+            if not _is_called_from(device_transfer.__file__):
+                self.waiting_operators.append(name)
         # torch.tensor and new_tensor call one of these operators at their end.
-        if goes_there and name in ("aten::detach_", "aten::lift_fresh"):
-            self.waited.append(name)
+        if name in ("aten::detach_", "aten::lift_fresh"):
+            self.waiting_operators.append(name)
         return result
 
 
-def _is_inside(file):
+def _is_called_from(file):
+    """Return whether a function of the source file `file` is on the call stack."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == file:
@@ -126,74 +130,101 @@ def start_requests(all_settings, lengths):
     return scheduler
 
 
+# The lengths differ so much that the attention code divides the sequences with one new token into
+# groups.
+PROMPT_LENGTHS = [3 if number % 3 else 700 for number in range(len(REQUEST_SETTINGS))]
+
+
+def start_two_steps(scheduler, path):
+    """Start a step, and start the next step before the CPU has read the sampled tokens.
+
+    Returns:
+        The first step in flight, the plan of the second step, and the watch of all copies. A
+        pending chunk of the plan uses a sampled token that only the device has.
+    """
+    runner = Runner(path)
+    first_plan = scheduler.plan()
+    with Watch() as watch:
+        first_step = runner.start(first_plan)
+        runner.sample(first_step, first_plan)
+        second_plan = scheduler.plan_ahead(first_plan)
+        runner.start(second_plan, first_step)
+    return first_step, second_plan, watch
+
+
 @pytest.mark.parametrize("vocab_size", [45, 40_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_starts_without_waiting_for_the_device(vocab_size, dtype):
-    # The lengths differ so much that the attention code divides the sequences with one new token
-    # into groups.
-    lengths = [3 if number % 3 else 700 for number in range(len(REQUEST_SETTINGS))]
-    scheduler = start_requests(REQUEST_SETTINGS, lengths)
-    runner = Runner(MetaPath(vocab_size, dtype))
-    first = scheduler.plan()
-    with Watch() as watch:
-        flight = runner.start(first)
-        runner.sample(flight, first)
-        second = scheduler.plan_ahead(first)
-        assert len(second.pending) == len(REQUEST_SETTINGS) == len(second.chunks)
-        ahead = runner.start(second, flight)
-    assert watch.waited == []
+    scheduler = start_requests(REQUEST_SETTINGS, PROMPT_LENGTHS)
+    first_step, second_plan, watch = start_two_steps(scheduler, MetaPath(vocab_size, dtype))
+
+    assert watch.waiting_operators == []
     assert watch.num_copies > 0
+    assert len(second_plan.pending) == len(second_plan.chunks) == len(REQUEST_SETTINGS)
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-        flight.pending.result()
-    # For a single request, the sampler can use other code, so each request is also tested alone.
-    for index, request_settings in enumerate(REQUEST_SETTINGS):
-        scheduler = start_requests([request_settings], [lengths[index]])
-        runner = Runner(MetaPath(vocab_size, dtype))
-        plan = scheduler.plan()
-        with Watch() as watch:
-            flight = runner.start(plan)
-            runner.sample(flight, plan)
-            ahead = runner.start(scheduler.plan_ahead(plan), flight)
-        assert watch.waited == [], request_settings
-        assert ahead.plan.pending
+        first_step.pending.result()
+
+
+@pytest.mark.parametrize("vocab_size", [45, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_a_single_request_starts_without_waiting_for_the_device(vocab_size, dtype):
+    # For a single request, the sampler can use other code than for several requests.
+    for request_settings, length in zip(REQUEST_SETTINGS, PROMPT_LENGTHS, strict=True):
+        scheduler = start_requests([request_settings], [length])
+        _, second_plan, watch = start_two_steps(scheduler, MetaPath(vocab_size, dtype))
+
+        assert watch.waiting_operators == [], request_settings
+        assert second_plan.pending
 
 
 def test_a_greedy_step_copies_once_and_waits_once(monkeypatch):
     """A complete step, from the plan to the sampled tokens, copies once and waits once."""
     waits = []
     monkeypatch.setattr(device_transfer.HostCopy, "wait", lambda self: waits.append(self._tensors))
+
     scheduler = start_requests([{"temperature": 0.0}] * 4, [3, 700, 3, 1])
     runner = Runner(MetaPath(40_000, torch.bfloat16))
     plan = scheduler.plan()
+
     with Watch() as watch:
-        flight = runner.start(plan)
-        runner.sample(flight, plan)
+        step = runner.start(plan)
+        runner.sample(step, plan)
         with pytest.raises(TypeError):  # the replaced `wait` returns no numbers
-            flight.pending.result()
+            step.pending.result()
+
     assert watch.num_copies == 1
-    assert watch.waited == []
+    assert watch.waiting_operators == []
     assert len(waits) == 1
 
 
-def test_the_watch_records_copies_that_would_wait():
-    for copy in (
+@pytest.mark.parametrize(
+    "copy",
+    [
         lambda: torch.tensor([1, 2], device=DEVICE),
         lambda: torch.from_numpy(np.zeros(3)).to(DEVICE),
         lambda: torch.empty(2, device=DEVICE).new_tensor(1.0),
         lambda: torch.empty(2, device=DEVICE).copy_(torch.zeros(2)),
-    ):
-        with torch.inference_mode(), Watch() as watch:
-            copy()
-        assert len(watch.waited) == 1
-    for read in (
+    ],
+)
+def test_the_watch_records_copies_that_would_wait(copy):
+    with torch.inference_mode(), Watch() as watch:
+        copy()
+    assert len(watch.waiting_operators) == 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
         lambda tensor: tensor.nonzero(),
         lambda tensor: tensor[tensor > 0],
         lambda tensor: tensor.sum().item(),
         lambda tensor: tensor.tolist(),
         lambda tensor: bool((tensor > 0).any()),
-    ):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            read(torch.empty(4, device=DEVICE))
+    ],
+)
+def test_reading_a_number_from_the_meta_device_raises_an_error(read):
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        read(torch.empty(4, device=DEVICE))
 
 
 def test_packed_arrays_are_aligned_and_keep_their_shapes():
@@ -202,15 +233,17 @@ def test_packed_arrays_are_aligned_and_keep_their_shapes():
     arrays = [rng.integers(0, 99, shape) for shape in shapes]
     # This array is not contiguous.
     arrays.append(rng.integers(0, 99, (6, 2)).T)
+
     packed = device_transfer.pack(arrays)
-    parts = device_transfer.unpack(packed, arrays)
-    for array, part in zip(arrays, parts, strict=True):
-        assert part.shape == array.shape
-        assert np.array_equal(part.numpy(), array)
-        assert (part.data_ptr() - packed.data_ptr()) % 64 == 0
-    assert {part.untyped_storage().data_ptr() for part in parts if part.numel()} == {
-        packed.untyped_storage().data_ptr()
-    }
+    unpacked = device_transfer.unpack(packed, arrays)
+
+    for array, tensor in zip(arrays, unpacked, strict=True):
+        assert tensor.shape == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+        assert (tensor.data_ptr() - packed.data_ptr()) % 64 == 0
+    # The unpacked tensors are views of the packed memory. An empty tensor has no memory.
+    storages = {tensor.untyped_storage().data_ptr() for tensor in unpacked if tensor.numel()}
+    assert storages == {packed.untyped_storage().data_ptr()}
 
 
 def test_token_ids_and_positions_reach_the_device_in_copies_that_do_not_wait():
@@ -220,7 +253,7 @@ def test_token_ids_and_positions_reach_the_device_in_copies_that_do_not_wait():
     assert ids.tolist() == positions.tolist() == [[0, 1, 2], [6, 7, 8]]
     with Watch() as watch:
         token_inputs(chunks, DEVICE)
-    assert watch.waited == []
+    assert watch.waiting_operators == []
 
 
 SPECS = [
@@ -230,12 +263,48 @@ SPECS = [
 ]
 
 
+def record_attention_kernels(monkeypatch):
+    """Replace the attention kernels, because kernels cannot run on the meta device.
+
+    Return a list that receives the kind of each launched kernel, "decode" or "prefill". The
+    replacements read the inputs of their kernels, because the reading may cause copies.
+    """
+    launched_kernels = []
+
+    def decode(query, call, rows, *_):
+        assert rows.count
+        launched_kernels.append("decode")
+
+    def prefill(query, call, rows, out, tuning):
+        assert rows.tiles(gpu_attention.prefill_tiling(call.spec, tuning)).shape
+        launched_kernels.append("prefill")
+
+    monkeypatch.setattr(gpu_attention, "store", lambda *_: None)
+    monkeypatch.setattr(gpu_attention, "decode", decode)
+    monkeypatch.setattr(gpu_attention, "prefill", prefill)
+    return launched_kernels
+
+
+def chunks_of_lengths(lengths):
+    """Return a chunk for each length, first the chunks of one token.
+
+    A chunk of one token belongs to a sequence in the decode phase, which has earlier tokens. A
+    longer chunk is a whole prompt.
+    """
+    chunks = []
+    for row, length in enumerate(lengths):
+        start = 600 * row if length == 1 else 0
+        token_ids = [7] * (start + length)
+        sequence = Sequence(str(row), token_ids, SamplingParams(), max_total_tokens=4000)
+        sequence.row = row
+        sequence.block_table = list(range((start + length) // BLOCK + 1))
+        chunks.append(Chunk(sequence, start, length, samples=True, is_first=True, num_logits=1))
+    return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+
+
 @pytest.mark.parametrize("lengths", [[1] * 5, [1, 700, 1, 9, 30], [40, 900]])
 def test_the_inputs_of_a_step_and_of_its_attention_layers_are_one_copy(lengths, monkeypatch):
-    """A step copies its inputs and the inputs of all attention layers to the GPU in one copy.
-
-    Functions that record calls replace the kernels, because kernels cannot run on the meta device.
-    """
+    """A step copies its inputs and the inputs of all attention layers to the GPU in one copy."""
     cache = GpuKVCache(SPECS, num_blocks=400, block_size=BLOCK, dtype=torch.bfloat16, device=DEVICE)
     builder = BatchBuilder(
         max_num_seqs=32,
@@ -244,36 +313,21 @@ def test_the_inputs_of_a_step_and_of_its_attention_layers_are_one_copy(lengths, 
         null_block=cache.null_block,
         layout=step_layout(cache),
     )
-    launched = []
-
-    def prefill(query, call, rows, out, tuning):
-        launched.append(rows.tiles(gpu_attention.prefill_tiling(call.spec, tuning)).shape)
-
-    monkeypatch.setattr(gpu_attention, "store", lambda *_: None)
-    monkeypatch.setattr(gpu_attention, "decode", lambda *args: launched.append(args[2].count))
-    monkeypatch.setattr(gpu_attention, "prefill", prefill)
-    # Chunks of one token belong to sequences in the decode phase, which have earlier tokens.
-    chunks = []
-    for row, length in enumerate(lengths):
-        start = 600 * row if length == 1 else 0
-        sequence = Sequence(
-            str(row), [7] * (start + length), SamplingParams(), max_total_tokens=4000
-        )
-        sequence.row = row
-        sequence.block_table = list(range((start + length) // BLOCK + 1))
-        chunks.append(Chunk(sequence, start, length, True, True, 1))
-    chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+    launched_kernels = record_attention_kernels(monkeypatch)
     num_tokens = sum(lengths)
+
     with Watch() as watch:
-        batch = builder.build(StepPlan(chunks, num_tokens), DEVICE)
-        inputs = [
-            torch.empty(1, heads, num_tokens, 16, dtype=torch.bfloat16, device=DEVICE)
-            for heads in (4, 2, 2)
-        ]
+        batch = builder.build(StepPlan(chunks_of_lengths(lengths), num_tokens), DEVICE)
+        query, key, value = (
+            torch.empty(1, num_heads, num_tokens, 16, dtype=torch.bfloat16, device=DEVICE)
+            for num_heads in (4, 2, 2)
+        )
         forward = PagedForward(cache, batch.attention)
         for _ in SPECS:
-            forward(torch.nn.Module(), *inputs)
+            forward(torch.nn.Module(), query, key, value)
+
     assert watch.num_copies == 1
-    assert watch.waited == []
-    num_kinds = (1 in lengths) + any(length > 1 for length in lengths)
-    assert len(launched) == num_kinds * len(SPECS)
+    assert watch.waiting_operators == []
+    # Each layer launches one kernel for the chunks of one token and one for the longer chunks.
+    has_decode, has_prefill = min(lengths) == 1, max(lengths) > 1
+    assert launched_kernels == (["decode"] * has_decode + ["prefill"] * has_prefill) * len(SPECS)

@@ -1,6 +1,7 @@
 import random
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -20,6 +21,10 @@ EOS = 44
 
 
 def make_sequence(prompt=(1, 2, 3), row=0, seed=0, guide=False, **params):
+    """Return a new sequence with the sampling parameters `params`.
+
+    The argument `guide` is a guide, or True for a new `ModularGuide`.
+    """
     sequence = Sequence(
         "r",
         list(prompt),
@@ -30,7 +35,7 @@ def make_sequence(prompt=(1, 2, 3), row=0, seed=0, guide=False, **params):
     )
     sequence.row = row
     if guide:
-        sequence.guide = guide if guide is not True else ModularGuide(VOCAB)
+        sequence.guide = ModularGuide(VOCAB) if guide is True else guide
     return sequence
 
 
@@ -42,24 +47,25 @@ def chunk_of(sequence, *, start=None, end=None, is_first=False, drafts=()):
     does not sample a token.
     """
     sequence.draft_token_ids = list(drafts)
-    known = len(sequence.token_ids)
     start = sequence.num_computed_tokens if start is None else start
     samples = end is None
-    count = (known if samples else end) - start + len(drafts)
-    return Chunk(sequence, start, count, samples, is_first, (1 + len(drafts)) if samples else 0)
+    end = len(sequence.token_ids) if end is None else end
+    num_tokens = end - start + len(drafts)
+    num_logits = 1 + len(drafts) if samples else 0
+    return Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
 
 
 def run(runner, *chunks):
     """Run one step, and append the sampled tokens to the sequences, as the scheduler does."""
     result = runner.run(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
-    for chunk, sampled in zip((c for c in chunks if c.samples), result.sampled, strict=True):
+    sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+    for sequence, sampled in zip(sampling, result.sampled, strict=True):
         assert len(sampled.token_ids) == len(sampled.logprobs)
-        if sampled.error is None and sampled.token_ids[-1] not in chunk.sequence.stop_token_ids:
+        if sampled.error is None and sampled.token_ids[-1] not in sequence.stop_token_ids:
             # The last sampled token is never a draft token, so the next step has to compute it.
-            drafts = chunk.sequence.draft_token_ids
-            assert sampled.token_ids != drafts[: len(sampled.token_ids)]
-        chunk.sequence.num_computed_tokens = len(chunk.sequence.token_ids)
-        chunk.sequence.token_ids += sampled.token_ids
+            assert sampled.token_ids != sequence.draft_token_ids[: len(sampled.token_ids)]
+        sequence.num_computed_tokens = len(sequence.token_ids)
+        sequence.token_ids += sampled.token_ids
     return result
 
 
@@ -70,9 +76,14 @@ def output_of(sequence):
 def answer_alone(sequence, num_tokens):
     """Return the tokens of a request that runs alone and without drafts."""
     runner = Runner(HashedPath(VOCAB))
-    while len(output_of(sequence)) < num_tokens and EOS not in output_of(sequence):
+    while not _has_ended(sequence, num_tokens):
         run(runner, chunk_of(sequence))
     return output_of(sequence)[:num_tokens]
+
+
+def _has_ended(sequence, num_tokens):
+    output = output_of(sequence)
+    return len(output) >= num_tokens or EOS in output
 
 
 SETTINGS = [
@@ -92,94 +103,118 @@ SETTINGS = [
 def test_the_tokens_of_a_request_do_not_depend_on_other_requests_chunks_rows_or_drafts(seed):
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))] for _ in SETTINGS]
+
+    def new_sequence(number):
+        return make_sequence(prompts[number], row=number, seed=number, **SETTINGS[number])
+
     numbers = range(len(SETTINGS))
-    expected = [answer_alone(make_sequence(prompts[i], seed=i, **SETTINGS[i]), 30) for i in numbers]
+    expected = [answer_alone(new_sequence(number), 30) for number in numbers]
     assert len({tuple(tokens) for tokens in expected}) == len(SETTINGS)
+
+    # Each step computes random chunks of random sequences. A few steps start with preemptions.
     runner = Runner(HashedPath(VOCAB))
-    sequences = [make_sequence(prompts[i], row=i, seed=i, **SETTINGS[i]) for i in numbers]
-    num_right = 0
-    while active := [r for r in sequences if len(output_of(r)) < 30 and EOS not in output_of(r)]:
+    sequences = [new_sequence(number) for number in numbers]
+    num_drafts = 0
+    while active := [number for number in numbers if not _has_ended(sequences[number], 30)]:
         chunks = []
-        for sequence in rng.sample(active, rng.randrange(1, len(active) + 1)):
-            chunk, drafts = _random_chunk(sequence, expected[sequences.index(sequence)], rng)
-            chunks.append(chunk)
-            num_right += len(drafts)
+        for number in rng.sample(active, rng.randrange(1, len(active) + 1)):
+            chunks.append(_random_chunk(sequences[number], expected[number], rng))
+            num_drafts += len(sequences[number].draft_token_ids)
         if rng.random() < 0.1:
-            rows = rng.sample(range(20), len(sequences))
-            for sequence, row in zip(sequences, rows, strict=True):
-                sequence.row, sequence.num_computed_tokens = row, 0
+            _move_to_other_rows(sequences, rng)
         run(runner, *chunks)
-    assert num_right > 50
+
+    assert num_drafts > 50
     assert [output_of(sequence)[:30] for sequence in sequences] == expected
 
 
+def _move_to_other_rows(sequences, rng):
+    """Give each sequence another row, as if it was preempted and resumed."""
+    rows = rng.sample(range(20), len(sequences))
+    for sequence, row in zip(sequences, rows, strict=True):
+        sequence.row, sequence.num_computed_tokens = row, 0
+
+
 def _random_chunk(sequence, answer, rng):
-    """Return a random chunk of a sequence, and the chunk's draft tokens.
+    """Return a random chunk of a sequence.
 
     The chunk contains a part of the tokens that are not computed yet, or all of these tokens and up
     to four draft tokens. In about half of the drafts, one token differs from `answer`.
     """
-    start, known = sequence.num_computed_tokens, len(sequence.token_ids)
-    if known - start > 1 and rng.random() < 0.3:
-        chunk = chunk_of(sequence, end=rng.randrange(start + 1, known))
+    start, num_known = sequence.num_computed_tokens, len(sequence.token_ids)
+    if num_known - start > 1 and rng.random() < 0.3:
+        chunk = chunk_of(sequence, end=rng.randrange(start + 1, num_known))
         sequence.num_computed_tokens += chunk.num_tokens
-        return chunk, []
-    coming = answer[len(output_of(sequence)) :]
-    drafts = coming[: rng.randrange(5)]
+        return chunk
+
+    following_tokens = answer[len(output_of(sequence)) :]
+    drafts = following_tokens[: rng.randrange(5)]
     if drafts and rng.random() < 0.5:
         drafts[rng.randrange(len(drafts))] = rng.randrange(VOCAB)
-    return chunk_of(sequence, drafts=drafts), drafts
+    return chunk_of(sequence, drafts=drafts)
 
 
 def test_right_drafts_are_kept_and_the_first_wrong_one_is_replaced():
     answer = answer_alone(make_sequence(temperature=0.0), 6)
     wrong = (answer[2] + 1) % VOCAB
-    for drafts, kept in ((answer[:4], 5), ([*answer[:2], wrong, answer[3]], 3), ([wrong], 1)):
+    for drafts, num_sampled in (
+        (answer[:4], 5),
+        ([*answer[:2], wrong, answer[3]], 3),
+        ([wrong], 1),
+    ):
         sequence = make_sequence(temperature=0.0)
         run(Runner(HashedPath(VOCAB)), chunk_of(sequence, drafts=drafts))
-        assert output_of(sequence) == answer[:kept]
+        assert output_of(sequence) == answer[:num_sampled]
 
 
 def test_drafts_do_not_change_the_distribution():
     """With 6000 seeds, the frequencies of the first two tokens fit the exact probabilities."""
-    vocab_size, count = 6, 6000
+    vocab_size, num_sequences = 6, 6000
     path = HashedPath(vocab_size, spread=1.0)
     params = {"temperature": 1.2, "top_p": 0.9, "frequency_penalty": 0.4}
-    sequences = [make_sequence((1, 2), row=i, seed=7 * i, **params) for i in range(count)]
-    first = int(path.logits_after([1, 2]).argmax())
-    drafts = [first, int(path.logits_after([1, 2, first]).argmax())]
+    probabilities = _pair_probabilities(path, [1, 2], **params)
+    sequences = [make_sequence((1, 2), row=i, seed=7 * i, **params) for i in range(num_sequences)]
+    likely_token = int(path.logits_after([1, 2]).argmax())
+    drafts = [likely_token, int(path.logits_after([1, 2, likely_token]).argmax())]
+
     run(Runner(path), *(chunk_of(sequence, drafts=drafts) for sequence in sequences))
-    lengths = [len(output_of(sequence)) for sequence in sequences]
-    assert all(lengths.count(length) > 100 for length in (1, 2, 3))
-    for sequence in sequences:
-        sequence.draft_token_ids = []
-    runner = Runner(path)
+    lengths = Counter(len(output_of(sequence)) for sequence in sequences)
+    # If the first draft token was rejected, the sequence needs a second step for its second token.
     short = [sequence for sequence in sequences if len(output_of(sequence)) == 1]
-    run(runner, *(chunk_of(sequence, start=2) for sequence in short))
-    seen = np.zeros((vocab_size, vocab_size))
+    run(Runner(path), *(chunk_of(sequence, start=2, drafts=()) for sequence in short))
+
+    assert all(lengths[length] > 100 for length in (1, 2, 3))
+    pair_counts = np.zeros((vocab_size, vocab_size))
     for sequence in sequences:
         first, second = output_of(sequence)[:2]
-        seen[first, second] += 1
-    expected = np.zeros((vocab_size, vocab_size))
-    for first, p in enumerate(_exact(path.logits_after([1, 2]), [], **params)):
-        behind = _exact(path.logits_after([1, 2, first]), [first], **params)
-        expected[first] = p * behind
-    assert (seen[expected == 0] == 0).all()
-    likely = expected * count > 5
-    assert likely.sum() > 12
-    seen, expected = seen[likely], expected[likely] * count
-    chi2 = ((seen - expected) ** 2 / expected).sum()
-    assert stats.chi2.sf(chi2, len(seen) - 1) > 1e-3
+        pair_counts[first, second] += 1
+    assert (pair_counts[probabilities == 0] == 0).all()
+    # The chi-square test requires at least 5 expected pairs in each cell.
+    is_likely = probabilities * num_sequences > 5
+    assert is_likely.sum() > 12
+    observed, expected = pair_counts[is_likely], probabilities[is_likely] * num_sequences
+    chi2 = ((observed - expected) ** 2 / expected).sum()
+    assert stats.chi2.sf(chi2, len(observed) - 1) > 1e-3
+
+
+def _pair_probabilities(path, prompt, **params):
+    """Return the matrix of the probabilities of all pairs of a first and a second token."""
+    probabilities = np.zeros((path.vocab_size, path.vocab_size))
+    for first, probability in enumerate(_exact(path.logits_after(prompt), [], **params)):
+        second_probabilities = _exact(path.logits_after([*prompt, first]), [first], **params)
+        probabilities[first] = probability * second_probabilities
+    return probabilities
 
 
 def _exact(logits, output, *, temperature, top_p, frequency_penalty):
+    """Return the exact probabilities of the next token after the generated tokens `output`."""
     logits = logits.double().clone()
     for token in output:
         logits[token] -= frequency_penalty
     probs = (logits / temperature).softmax(-1)
     order = probs.argsort(descending=True)
-    reached = probs[order].cumsum(-1) - probs[order]
-    probs[order[reached >= top_p]] = 0
+    sum_of_likelier_tokens = probs[order].cumsum(-1) - probs[order]
+    probs[order[sum_of_likelier_tokens >= top_p]] = 0
     return (probs / probs.sum()).numpy()
 
 
@@ -199,6 +234,7 @@ def test_a_guide_restricts_every_token_and_accepts_the_chosen_tokens():
 
 
 def test_forced_tokens_come_with_the_token_that_forces_them():
+    # The guide requires the tokens 8, 9 and 10 after a multiple of seven, such as 14.
     sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100})
     result = run(Runner(HashedPath(VOCAB)), chunk_of(sequence))
     assert result.sampled[0].token_ids == [14, 8, 9, 10]
@@ -209,10 +245,10 @@ def test_forced_tokens_come_with_the_token_that_forces_them():
 def test_drafts_after_forced_tokens_are_kept_too():
     answer = answer_alone(make_sequence(temperature=0.0, guide=True, logit_bias={14: 100}), 6)
     assert answer[:5] == [14, 8, 9, 10, 14]
-    for count in range(1, 6):
+    for num_drafts in range(1, 6):
         sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100})
-        run(Runner(HashedPath(VOCAB)), chunk_of(sequence, drafts=answer[:count]))
-        assert output_of(sequence) == ([14, 8, 9, 10] * 2 if count >= 4 else [14, 8, 9, 10])
+        run(Runner(HashedPath(VOCAB)), chunk_of(sequence, drafts=answer[:num_drafts]))
+        assert output_of(sequence) == ([14, 8, 9, 10] * 2 if num_drafts >= 4 else [14, 8, 9, 10])
 
 
 @pytest.mark.parametrize(
@@ -220,6 +256,7 @@ def test_drafts_after_forced_tokens_are_kept_too():
     [{"logprobs": 0}, {"allowed_token_ids": [8, 9, 10, 14]}, {"bad_words_token_ids": [[9, 9]]}],
 )
 def test_tokens_are_not_forced_if_other_parameters_need_the_logits(params):
+    # The guide requires the tokens 8, 9 and 10 after the token 14.
     sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100}, **params)
     runner = Runner(HashedPath(VOCAB))
     for length in range(1, 5):
@@ -228,20 +265,27 @@ def test_tokens_are_not_forced_if_other_parameters_need_the_logits(params):
     assert output_of(sequence) == [14, 8, 9, 10]
 
 
-def test_forced_tokens_end_at_a_stop_token_and_wait_for_min_tokens():
-    for min_tokens, expected in ((0, [14, 8, 9]), (2, [14, 8, 9]), (3, [14, 8])):
-        sequence = make_sequence(
-            temperature=0.0,
-            guide=True,
-            logit_bias={14: 100},
-            stop_token_ids=[9],
-            min_tokens=min_tokens,
-        )
-        runner = Runner(HashedPath(VOCAB))
-        run(runner, chunk_of(sequence))
-        assert output_of(sequence) == expected
-    (sampled,) = run(runner, chunk_of(sequence)).sampled
-    assert "forbidden by the grammar and min_tokens" in sampled.error
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, [14, 8, 9]), (2, [14, 8, 9]), (3, [14, 8])]
+)
+def test_forced_tokens_end_at_a_stop_token_and_wait_for_min_tokens(min_tokens, expected):
+    # The guide requires the tokens 8, 9 and 10 after the token 14. The token 9 ends the answer, so
+    # it is forbidden before the answer has `min_tokens` tokens.
+    sequence = make_sequence(
+        temperature=0.0,
+        guide=True,
+        logit_bias={14: 100},
+        stop_token_ids=[9],
+        min_tokens=min_tokens,
+    )
+    runner = Runner(HashedPath(VOCAB))
+
+    run(runner, chunk_of(sequence))
+
+    assert output_of(sequence) == expected
+    if expected[-1] != 9:
+        (sampled,) = run(runner, chunk_of(sequence)).sampled
+        assert "forbidden by the grammar and min_tokens" in sampled.error
 
 
 def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_by_name():
@@ -255,29 +299,34 @@ def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_b
 
 
 class BrokenGuide(ModularGuide):
-    """A guide in which the method with the name `where` raises an error."""
+    """A guide in which the method with the name `broken_method` raises an error."""
 
-    def __init__(self, where):
+    def __init__(self, broken_method):
+        self.broken_method = None  # The constructor of the base class calls `accept`.
         super().__init__(VOCAB)
-        self.where = where
+        self.broken_method = broken_method
 
     def fill(self, row):
-        return self._fail("fill") or super().fill(row)
+        self._fail_if_broken("fill")
+        return super().fill(row)
 
     def accept(self, token_ids):
-        return self._fail("accept") or super().accept(token_ids)
+        self._fail_if_broken("accept")
+        return super().accept(token_ids)
 
     def forced(self):
-        return self._fail("forced") or super().forced()
+        self._fail_if_broken("forced")
+        return super().forced()
 
-    def _fail(self, where):
-        if getattr(self, "where", None) == where:
+    def _fail_if_broken(self, method):
+        if self.broken_method == method:
             raise ZeroDivisionError("a bug")
 
 
-@pytest.mark.parametrize("where", ["fill", "accept", "forced"])
-def test_a_guide_that_fails_ends_its_own_request_only(where):
-    sequences = [make_sequence(row=0, guide=BrokenGuide(where)), make_sequence(row=1, guide=True)]
+@pytest.mark.parametrize("broken_method", ["fill", "accept", "forced"])
+def test_a_guide_that_fails_ends_its_own_request_only(broken_method):
+    guides = [BrokenGuide(broken_method), ModularGuide(VOCAB)]
+    sequences = [make_sequence(row=row, guide=guide) for row, guide in enumerate(guides)]
     result = run(Runner(HashedPath(VOCAB)), *(chunk_of(sequence) for sequence in sequences))
     assert result.sampled[0].token_ids == []
     assert "ZeroDivisionError: a bug" in result.sampled[0].error
@@ -303,45 +352,61 @@ def test_a_token_that_a_guide_does_not_accept_ends_the_request():
 def test_masks_are_filled_while_the_model_computes():
     model_started, mask_filled = threading.Event(), threading.Event()
 
-    class Waiting(HashedPath):
+    class WaitingPath(HashedPath):
+        """A model that ends its computation only after the guide has filled a mask."""
+
         def forward(self, plan, sampled=None):
             model_started.set()
-            assert mask_filled.wait(60)
+            assert mask_filled.wait(timeout=60)
             return super().forward(plan)
 
-    class SignallingGuide(ModularGuide):
+    class WaitingGuide(ModularGuide):
+        """A guide that fills a mask only after the model has started to compute."""
+
         def fill(self, row):
-            assert model_started.wait(60)
+            assert model_started.wait(timeout=60)
             mask_filled.set()
             return super().fill(row)
 
+    runner = Runner(WaitingPath(VOCAB))
+    # In the first step, the runner learns the size of the vocabulary, and thus of the masks. This
+    # step has no guide, so the model does not wait.
     mask_filled.set()
-    runner = Runner(Waiting(VOCAB))
-    # In the first step, the runner learns the size of the vocabulary, and thus of the masks.
     run(runner, chunk_of(make_sequence()))
     model_started.clear()
     mask_filled.clear()
-    result = run(runner, chunk_of(make_sequence(guide=SignallingGuide(VOCAB))))
+
+    result = run(runner, chunk_of(make_sequence(guide=WaitingGuide(VOCAB))))
+
     assert result.sampled[0].error is None
 
 
 def test_a_failed_step_waits_for_its_masks_and_clears_its_sequences():
-    class Failing(HashedPath):
+    model_failed = threading.Event()
+
+    class FailingPath(HashedPath):
         def forward(self, plan, sampled=None):
+            model_failed.set()
             raise RuntimeError("out of memory")
 
-    class Slow(ModularGuide):
+    class SlowGuide(ModularGuide):
+        """A guide that needs 50 ms more than the model to fill a mask."""
+
         def fill(self, row):
+            assert model_failed.wait(timeout=60)
             time.sleep(0.05)
             self.is_filled = True
             return super().fill(row)
 
     runner = Runner(HashedPath(VOCAB))
+    # In the first step, the runner learns the size of the vocabulary, and thus of the masks.
     run(runner, chunk_of(make_sequence()))
-    runner._path = Failing(VOCAB)
-    sequence = make_sequence(guide=Slow(VOCAB))
+    runner._path = FailingPath(VOCAB)
+    sequence = make_sequence(guide=SlowGuide(VOCAB))
+
     with pytest.raises(RuntimeError, match="out of memory"):
         run(runner, chunk_of(sequence))
+
     assert sequence.guide.is_filled
     assert runner._path.cleared == [sequence]
 
@@ -376,30 +441,36 @@ def test_logits_that_are_not_finite_after_a_wrong_draft_are_ignored():
 
 def test_prompt_logprobs_are_computed_only_for_tokens_of_the_prompt():
     path = HashedPath(VOCAB)
-    reporting = make_sequence((5, 6, 7, 8), row=0, prompt_logprobs=1, temperature=0.0)
-    other = make_sequence(row=1, temperature=0.0)
-    plan = StepPlan([chunk_of(other), Chunk(reporting, 0, 4, True, True, 4)], 7)
-    result = Runner(path).run(plan)
-    (report,) = result.prompt_logprobs.values()
+    prompt = [5, 6, 7, 8]
+    other = make_sequence((1, 2, 3), row=1, temperature=0.0)
+    reporting = make_sequence(prompt, row=0, prompt_logprobs=1, temperature=0.0)
+    whole_prompt = Chunk(reporting, 0, 4, samples=True, is_first=True, num_logits=4)
+
+    result = Runner(path).run(StepPlan([chunk_of(other), whole_prompt], num_tokens=7))
+
+    # The key is the index of the chunk. The first token of a prompt has no logprobs.
     assert list(result.prompt_logprobs) == [1]
-    assert [top.token_ids[0] for top in report] == [6, 7, 8]
-    for length, top in enumerate(report, 1):
-        expected = path.logits_after([5, 6, 7, 8][:length]).log_softmax(-1)
+    report = result.prompt_logprobs[1]
+    assert [top.token_ids[0] for top in report] == prompt[1:]
+    for length, top in enumerate(report, start=1):
+        expected = path.logits_after(prompt[:length]).log_softmax(-1)
         assert top.logprobs == pytest.approx(expected[top.token_ids].tolist(), abs=1e-5)
     assert result.sampled[0].token_ids == [int(path.logits_after([1, 2, 3]).argmax())]
-    assert result.sampled[1].token_ids == [int(path.logits_after([5, 6, 7, 8]).argmax())]
+    assert result.sampled[1].token_ids == [int(path.logits_after(prompt).argmax())]
 
 
 def test_a_chunk_inside_a_prompt_reports_without_sampling():
     sequence = make_sequence((5, 6, 7, 8), prompt_logprobs=0)
-    result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(sequence, 1, 2, False, False, 2)], 2))
+    chunk = Chunk(sequence, 1, 2, samples=False, is_first=False, num_logits=2)
+    result = Runner(HashedPath(VOCAB)).run(StepPlan([chunk], num_tokens=2))
     assert result.sampled == []
     assert [top.token_ids for top in result.prompt_logprobs[0]] == [[7], [8]]
 
 
 def test_a_step_without_logits_returns_no_tokens_and_no_logprobs():
     sequence = make_sequence((5, 6, 7, 8))
-    result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(sequence, 0, 2, False, True, 0)], 2))
+    chunk = Chunk(sequence, 0, 2, samples=False, is_first=True, num_logits=0)
+    result = Runner(HashedPath(VOCAB)).run(StepPlan([chunk], num_tokens=2))
     assert result.sampled == []
     assert result.prompt_logprobs == {}
 
@@ -417,16 +488,19 @@ def test_the_tokens_depend_on_the_seed_and_not_on_the_generator_of_torch():
 
 
 def test_masks_that_are_filled_quickly_are_filled_without_a_thread():
-    threads = []
+    filling_threads = []
 
     class RecordingGuide(ModularGuide):
         def fill(self, row):
-            threads.append(threading.current_thread())
+            filling_threads.append(threading.current_thread())
             return super().fill(row)
 
     sequence = make_sequence(guide=RecordingGuide(VOCAB), bad_words_token_ids=[[EOS]])
     runner = Runner(HashedPath(VOCAB))
     for _ in range(60):
         assert run(runner, chunk_of(sequence)).sampled[0].error is None
-    assert threads[1] is not threading.current_thread()
-    assert threads[-1] is threading.current_thread()
+
+    # In the first step, the runner does not know the size of the masks yet. In the second step, it
+    # uses another thread, because it does not know yet that the masks are filled quickly.
+    assert filling_threads[1] is not threading.current_thread()
+    assert filling_threads[-1] is threading.current_thread()

@@ -79,8 +79,8 @@ def examine(model_type: str, size: int, columns: list[str], result: Result) -> N
 
     In the columns of `SITUATIONS`, the engine divides the model over `size` processes.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = shrink.save(model_type, Path(name))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder = shrink.save(model_type, Path(temporary_folder))
         expected = reference(folder)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
@@ -105,9 +105,14 @@ def examine(model_type: str, size: int, columns: list[str], result: Result) -> N
             result.status = "exact"
 
 
-def _cell(expected: Answers, got: Answers) -> str:
-    pairs = [(a, b) for e, g in zip(expected, got, strict=True) for a, b in zip(e, g, strict=True)]
-    return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
+def _cell(expected: Answers, answers: Answers) -> str:
+    """Return the number of equal tokens and of all tokens. Example: "96/96"."""
+    are_equal = [
+        expected_token == token
+        for expected_answer, answer in zip(expected, answers, strict=True)
+        for expected_token, token in zip(expected_answer, answer, strict=True)
+    ]
+    return f"{sum(are_equal)}/{len(are_equal)}"
 
 
 def examine_in_child(model_type: str, size: int, columns: list[str]) -> Result:
@@ -116,17 +121,18 @@ def examine_in_child(model_type: str, size: int, columns: list[str]) -> Result:
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _serve(model_type, size, columns, writer)
+        _run_in_child(model_type, size, columns, writer)
     os.close(writer)
     with os.fdopen(reader) as stream:
         text = stream.read()
-    _, code = os.waitpid(child, 0)
+    _, wait_status = os.waitpid(child, 0)
     if not text:
-        return Result(model_type, "wrong", reason=f"its process ended with {code}")
+        exit_code = os.waitstatus_to_exitcode(wait_status)
+        return Result(model_type, "wrong", reason=f"its process ended with {exit_code}")
     return Result(**json.loads(text))
 
 
-def _serve(model_type: str, size: int, columns: list[str], writer: int) -> None:
+def _run_in_child(model_type: str, size: int, columns: list[str], writer: int) -> None:
     """Run `examine`, write the result to the pipe, and end the child process."""
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
@@ -145,19 +151,19 @@ def load_results(path: Path) -> dict[str, Result]:
     """Return the latest result of each type from the file of earlier runs."""
     if not path.is_file():
         return {}
-    found = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
-    return {result.type: result for result in found}
+    all_results = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+    return {result.type: result for result in all_results}
 
 
 def summary(results: dict[str, Result]) -> str:
     """Return sentences with the number of types for each status and each forward path."""
     tiers = Counter(r.tier for r in results.values() if r.status == "exact")
-    kinds = Counter(r.status for r in results.values())
+    statuses = Counter(r.status for r in results.values())
     by_tier = ", ".join(f'{tiers[tier]} with the forward path "{tier}"' for tier in _TIERS)
     return (
         f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types were tested. "
-        f"{kinds['exact']} types give equal tokens: {by_tier}. {kinds['wrong']} types give "
-        f"different tokens. The engine rejects {kinds['refused']} types. {kinds['not built']} "
+        f"{statuses['exact']} types give equal tokens: {by_tier}. {statuses['wrong']} types give "
+        f"different tokens. The engine rejects {statuses['refused']} types. {statuses['not built']} "
         f"types cannot be built as test models. {_variant_summary(results)}".strip()
     )
 
@@ -178,14 +184,14 @@ def _variant_summary(results: dict[str, Result]) -> str:
 
 def table(results: dict[str, Result]) -> str:
     """Return a Markdown table with one line for each type."""
-    names = [name for name in _COLUMNS if any(name in one.cells for one in results.values())]
-    lines = [f"| Type | Forward path | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    columns = [name for name in _COLUMNS if any(name in r.cells for r in results.values())]
+    lines = [f"| Type | Forward path | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
     for result in sorted(results.values(), key=lambda r: r.type):
         if result.status in ("exact", "wrong"):
-            cells = " | ".join(result.cells.get(name, result.reason) for name in names)
+            cells = " | ".join(result.cells.get(name, result.reason) for name in columns)
         else:
             reason = result.reason.replace("|", "/").replace("\n", " ")[:200]
-            cells = f"{result.status}: {reason}" + " |" * (len(names) - 1)
+            cells = f"{result.status}: {reason}" + " |" * (len(columns) - 1)
         lines.append(f"| {result.type} | {result.tier} | {cells} |")
     return "\n".join(lines)
 
@@ -200,7 +206,7 @@ def _commit() -> str:
 def page(results: dict[str, Result]) -> str:
     """Return the text of docs/history/exactness.md."""
     head = (Path(__file__).parent / "exactness_page.md").read_text()
-    words = {
+    values = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "commit": _commit(),
         "transformers": transformers.__version__,
@@ -215,7 +221,7 @@ def page(results: dict[str, Result]) -> str:
         "summary": summary(results),
         "table": table(results),
     }
-    return head.format(**words)
+    return head.format(**values)
 
 
 def main() -> None:
@@ -242,9 +248,9 @@ def main() -> None:
     parser.add_argument(
         "--page", action="store_true", help="print the text of docs/history/exactness.md and exit"
     )
-    asked = parser.parse_args()
-    results = load_results(asked.results)
-    if asked.page:
+    arguments = parser.parse_args()
+    results = load_results(arguments.results)
+    if arguments.page:
         sys.stdout.write(page(results))
         return
     warnings.filterwarnings("ignore")
@@ -252,19 +258,21 @@ def main() -> None:
     getLogger("nereid_backend").setLevel(ERROR)
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    asked.results.parent.mkdir(parents=True, exist_ok=True)
-    columns = asked.columns or list(_COLUMNS if asked.tensor_parallel_size == 1 else ["mixed"])
-    end = time.monotonic() + asked.seconds
-    for model_type in asked.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if (model_type in results and not asked.types) or time.monotonic() > end:
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    columns = arguments.columns or list(
+        _COLUMNS if arguments.tensor_parallel_size == 1 else ["mixed"]
+    )
+    deadline = time.monotonic() + arguments.seconds
+    for model_type in arguments.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if (model_type in results and not arguments.types) or time.monotonic() > deadline:
             continue
         result = results[model_type] = examine_in_child(
-            model_type, asked.tensor_parallel_size, columns
+            model_type, arguments.tensor_parallel_size, columns
         )
-        with asked.results.open("a") as file:
+        with arguments.results.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
-        what = " ".join(result.cells.values()) or result.reason
-        sys.stderr.write(f"{model_type}: {result.status} {result.tier} {what}\n")
+        outcome = " ".join(result.cells.values()) or result.reason
+        sys.stderr.write(f"{model_type}: {result.status} {result.tier} {outcome}\n")
     sys.stdout.write(f"{table(results)}\n\n{summary(results)}\n")
     sys.exit(any(result.status == "wrong" for result in results.values()))
 

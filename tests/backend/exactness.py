@@ -59,21 +59,21 @@ def greedy_tokens(model: PreTrainedModel) -> Answers:
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = model.generate(
+        token_ids = model.generate(
             ids,
-            attention_mask=mask,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=MAX_TOKENS,
             do_sample=False,
             eos_token_id=None,
             forced_bos_token_id=None,
             forced_eos_token_id=None,
         )
-        answers.append(out[0, len(prompt) :].tolist())
+        answers.append(token_ids[0, len(prompt) :].tolist())
     return answers
 
 
 def open_engine(folder: Path, **settings) -> Engine:
+    """Open an engine for a tiny checkpoint. `settings` replace the defaults of the tests."""
     settings = {
         "max_num_seqs": 8,
         "block_size": BLOCK_SIZE,
@@ -88,38 +88,40 @@ def open_engine(folder: Path, **settings) -> Engine:
 def bytes_for(engine: Engine, num_tokens: int) -> int:
     """Return the size in bytes of a KV cache for `num_tokens` tokens."""
     info = engine.info
-    per_block = info.kv_cache_bytes // (info.num_blocks + 1)
-    return per_block * (num_tokens // info.block_size + 1)
+    # The cache has one block more than sequences may use.
+    bytes_per_block = info.kv_cache_bytes // (info.num_blocks + 1)
+    return bytes_per_block * (num_tokens // info.block_size + 1)
 
 
 def run_staggered(
     engine: Engine,
     params: Sequence[SamplingParams] = (PARAMS,) * len(PROMPTS),
     *,
-    checks: bool = True,
+    check_blocks: bool = True,
 ) -> Answers:
     """Answer three prompts, and add the other prompts one by one while the engine runs.
 
     Args:
         engine: an engine without requests.
         params: the sampling parameters of each prompt.
-        checks: whether to check after each step that all used blocks belong to requests.
+        check_blocks: whether to check after each step that all used blocks belong to requests.
     """
     answers: dict[str, list[int]] = {}
-    waiting = list(enumerate(PROMPTS))
+    waiting_prompts = list(enumerate(PROMPTS))
     for _ in range(3):
-        number, prompt = waiting.pop()
-        engine.add_request(str(number), prompt, params[number])
-    while engine.has_work() or waiting:
+        index, prompt = waiting_prompts.pop()
+        engine.add_request(str(index), prompt, params[index])
+    while engine.has_work() or waiting_prompts:
         for update in engine.step():
             answers.setdefault(update.request_id, []).extend(update.new_token_ids)
-        if checks:
+        if check_blocks:
             engine.check()
-        if waiting:
-            number, prompt = waiting.pop()
-            engine.add_request(str(number), prompt, params[number])
-    assert not checks or engine.stats().kv_cache_blocks_used == 0
-    return [answers[str(number)] for number in range(len(PROMPTS))]
+        if waiting_prompts:
+            index, prompt = waiting_prompts.pop()
+            engine.add_request(str(index), prompt, params[index])
+    if check_blocks:
+        assert engine.stats().kv_cache_blocks_used == 0
+    return [answers[str(index)] for index in range(len(PROMPTS))]
 
 
 def run_alone(engine: Engine) -> Answers:
@@ -134,11 +136,13 @@ def run_preempted(engine: Engine) -> Answers:
     # blocks in each group.
     windows, block_size = engine._parts.scheduler.windows, engine.info.block_size
     num_blocks_of_longest = max_sequence_blocks(windows, _PREEMPTED_LEN, _STEP_TOKENS, block_size)
-    held = pool.allocate(pool.num_free - num_blocks_of_longest - 2)
-    before = engine.stats().num_preemptions
-    answers = run_staggered(engine, checks=False)
-    assert engine.stats().num_preemptions > before, "nothing was preempted"
-    pool.release(held)
+    withheld_blocks = pool.allocate(pool.num_free - num_blocks_of_longest - 2)
+    num_earlier_preemptions = engine.stats().num_preemptions
+
+    answers = run_staggered(engine, check_blocks=False)
+
+    assert engine.stats().num_preemptions > num_earlier_preemptions, "nothing was preempted"
+    pool.release(withheld_blocks)
     return answers
 
 

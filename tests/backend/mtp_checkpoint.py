@@ -34,21 +34,27 @@ def save_with_mtp(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02 if "layers" in name else 0.5)
     model.save_pretrained(folder)
-    path = folder / "model.safetensors"
+    _add_mtp_weights(folder / "model.safetensors", config.hidden_size)
+
+    config_file = folder / "config.json"
+    changed_config = json.loads(config_file.read_text())
+    changed_config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    for name in ("layer_types", "mlp_layer_types"):
+        changed_config[name] = changed_config[name][:2]
+    config_file.write_text(json.dumps(changed_config))
+    return folder
+
+
+def _add_mtp_weights(path: Path, hidden_size: int) -> None:
+    """Rename the weights of the third layer to an MTP layer, and add the other MTP weights."""
     tensors = {
         name.replace("model.layers.2.", "mtp.layers.0."): tensor
         for name, tensor in load_file(path).items()
     }
     # In this model, the next token mostly depends on the last token. If the MTP layer mostly reads
     # the embedding of the last token, it therefore often proposes the right token.
-    size = config.hidden_size
-    tensors["mtp.fc.weight"] = torch.cat([torch.eye(size), 0.1 * torch.randn(size, size)], dim=1)
+    read_embedding, read_hidden = torch.eye(hidden_size), torch.randn(hidden_size, hidden_size)
+    tensors["mtp.fc.weight"] = torch.cat([read_embedding, 0.1 * read_hidden], dim=1)
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        tensors[f"mtp.{name}.weight"] = torch.ones(size)
+        tensors[f"mtp.{name}.weight"] = torch.ones(hidden_size)
     save_file(tensors, path, metadata={"format": "pt"})
-    saved = json.loads((folder / "config.json").read_text())
-    saved |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    for name in ("layer_types", "mlp_layer_types"):
-        saved[name] = saved[name][:2]
-    (folder / "config.json").write_text(json.dumps(saved))
-    return folder

@@ -84,7 +84,7 @@ class ScriptedModel:
         self._rng = rng or random.Random(0)
         self._forced = forced
         self._broken = broken
-        self._went_wrong: set[Sequence] = set()
+        self._failed_sequences: set[Sequence] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         self.compute(plan)
@@ -98,10 +98,7 @@ class ScriptedModel:
         The argument `sampled` contains the tokens that the previous step sampled. A pending chunk
         starts with one of these tokens, and `plan.pending` contains the index of this token.
         """
-        blocks = [self.slots[a * BLOCK : (a + 1) * BLOCK] for a, _ in plan.copies]
-        for (_, target), block in zip(plan.copies, blocks, strict=True):
-            self.slots[target * BLOCK : (target + 1) * BLOCK] = block
-        self.num_copied += len(blocks)
+        self._copy_blocks(plan)
         self._load_snapshots(plan)
         pending = {index: [sampled[source]] for index, source in plan.pending}
         for index, chunk in enumerate(plan.chunks):
@@ -109,10 +106,21 @@ class ScriptedModel:
         if self._rng.random() < self._broken / 4:
             for chunk in plan.chunks:
                 self.clear(chunk.sequence)
-            raise RuntimeError("a fault made by the test")
+            raise RuntimeError("the test made this step fail")
         if plan.snapshots is not None:
             for index, snapshot in plan.snapshots.saves:
                 self.snapshots[snapshot] = self.states[plan.chunks[index].sequence.row]
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        # All sources are read before a target is written, as on a GPU.
+        contents = [self._block(source) for source, _ in plan.copies]
+        for (_, target), slots in zip(plan.copies, contents, strict=True):
+            self.slots[target * BLOCK : (target + 1) * BLOCK] = slots
+        self.num_copied += len(contents)
+
+    def _block(self, block: int) -> list[int | None]:
+        """Return the slots of a block."""
+        return self.slots[block * BLOCK : (block + 1) * BLOCK]
 
     def _load_snapshots(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
@@ -125,6 +133,7 @@ class ScriptedModel:
                 self.snapshots.pop(snapshot, None)
 
     def _advance_state(self, sequence: Sequence, known: list[int], start: int, end: int) -> None:
+        """Check that the state of the row covers `known[:start]`, and add the tokens to `end`."""
         expected = hash(sequence.params.cache_salt)
         for token in known[:start]:
             expected = hash((expected, token))
@@ -156,16 +165,15 @@ class ScriptedModel:
             self.slots[block * BLOCK : (block + 1) * BLOCK] = [None] * BLOCK
 
     def _store(self, chunk: Chunk, pending: list[int]) -> None:
+        """Store the hashes of a chunk in all groups of layers. `pending` is the token to sample."""
         sequence, start, num_tokens = chunk[:3]
         known = sequence.token_ids + sequence.draft_token_ids + pending
         assert start + num_tokens <= len(known)
-        if sequence in self._went_wrong:
+        if sequence in self._failed_sequences:
             return  # The engine started this step before it knew that the previous step failed.
         assert len(sequence.block_tables) == len(self._windows)
-        found = {
-            slot for b in used_blocks(sequence) for slot in self.slots[b * BLOCK : (b + 1) * BLOCK]
-        }
-        assert NAN not in found, f"{sequence}: NaN has come to it"
+        slots = {slot for block in used_blocks(sequence) for slot in self._block(block)}
+        assert NAN not in slots, f"{sequence}: a block of the sequence contains NaN"
         if self._has_state:
             self._advance_state(sequence, known, start, start + num_tokens)
         for group, window in enumerate(self._windows):
@@ -175,30 +183,33 @@ class ScriptedModel:
     def _store_group(
         self, chunk: Chunk, known: list[int], group: int, window: AttentionWindow | None
     ) -> None:
+        """Store the hashes of a chunk in one group. Each hash includes the hash before it.
+
+        With an attention window, the first hash comes from the known tokens, because the slots
+        before the window may be freed. Otherwise, every hash comes from the cache.
+        """
         sequence, start, num_tokens = chunk[:3]
-        before = None
+        previous_hash = None
         if window is not None:
-            before = self._check(sequence, known[:start], window.first_visible(start), group)
+            first_visible = window.first_visible(start)
+            previous_hash = self._check(sequence, known[:start], first_visible, group)
         for position in range(start, start + num_tokens):
             if window is None:
-                before = self._read(sequence, position - 1, group)
-            before = hash((before, known[position]))
-            self.slots[self._slot(sequence, position, group)] = before
+                previous_hash = self._read(sequence, position - 1, group)
+            previous_hash = hash((previous_hash, known[position]))
+            self.slots[self._slot(sequence, position, group)] = previous_hash
 
     def _followers(self, chunk: Chunk) -> list[int]:
+        """Return the prompt tokens that follow the tokens for which the chunk computes logits."""
         first = chunk.start + chunk.num_tokens - chunk.num_logits + 1
         end = min(chunk.start + chunk.num_tokens + 1, chunk.sequence.num_prompt_tokens)
         return chunk.sequence.token_ids[first:end]
 
     def _answer(self, chunk: Chunk) -> Sampled:
+        """Return the sampled tokens of a chunk, or an error with the probability `broken`."""
         sequence = chunk.sequence
         if self._rng.random() < self._broken:
-            self._went_wrong.add(sequence)
-            for group in range(len(self._windows)):
-                slot = self._slot(sequence, chunk.start + chunk.num_tokens - 1, group)
-                self.slots[slot] = NAN
-            self.states[sequence.row] = NAN
-            return Sampled([], [], "not finite")
+            return self._fail(chunk)
         tokens = list(sequence.token_ids)
         for group, window in enumerate(self._windows):
             first = window.first_visible(len(tokens) - 1) if window else 0
@@ -211,7 +222,17 @@ class ScriptedModel:
             new.append(next_token(tokens + new, sequence.index))
         while self._rng.random() < self._forced:
             new.append(next_token(tokens + new, sequence.index))
-        return Sampled(new, [-0.5] * len(new))
+        return Sampled(token_ids=new, logprobs=[-0.5] * len(new))
+
+    def _fail(self, chunk: Chunk) -> Sampled:
+        """Write NaN into the slots of the chunk's last token, and return an error."""
+        sequence = chunk.sequence
+        self._failed_sequences.add(sequence)
+        for group in range(len(self._windows)):
+            last_slot = self._slot(sequence, chunk.start + chunk.num_tokens - 1, group)
+            self.slots[last_slot] = NAN
+        self.states[sequence.row] = NAN
+        return Sampled(token_ids=[], logprobs=[], error="not finite")
 
     def _check(self, sequence: Sequence, tokens: list[int], first: int, group: int) -> int:
         """Return the hash of all tokens.
@@ -222,10 +243,8 @@ class ScriptedModel:
         for position, token in enumerate(tokens):
             expected = hash((expected, token))
             if position >= first:
-                found = self._read(sequence, position, group)
-                assert found == expected, (
-                    f"{sequence}: the cache holds something else at {position}"
-                )
+                stored = self._read(sequence, position, group)
+                assert stored == expected, f"{sequence}: the cache is wrong at position {position}"
         return expected
 
     def _read(self, sequence: Sequence, position: int, group: int) -> int | None:
@@ -235,10 +254,11 @@ class ScriptedModel:
 
     @staticmethod
     def _slot(sequence: Sequence, position: int, group: int) -> int:
-        assert position // BLOCK >= sequence.num_null_blocks[group], "given back already"
+        assert position // BLOCK >= sequence.num_null_blocks[group], "the block was released"
         return sequence.block_tables[group][position // BLOCK] * BLOCK + position % BLOCK
 
 
 def used_blocks(sequence: Sequence) -> list[int]:
+    """Return the blocks of a sequence in all groups, except the blocks that were released."""
     tables = zip(sequence.block_tables, sequence.num_null_blocks, strict=True)
-    return [block for table, num_dropped in tables for block in table[num_dropped:]]
+    return [block for table, num_released in tables for block in table[num_released:]]

@@ -76,7 +76,7 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     with torch.device("meta"):
         size = sum(p.numel() for p in _build(config).parameters())
     if size > _MAX_PARAMETERS:
-        raise ValueError(f"{model_type}: still {size} parameters; a size has a new name")
+        raise ValueError(f"{model_type}: the model has {size} parameters; a size has a new name")
     torch.manual_seed(0)
     hints = HINTS.get(model_type, {})
     model = _build(config)
@@ -99,25 +99,33 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _shrunk(config: PretrainedConfig, hints: dict[str, Any]) -> dict[str, Any]:
-    old = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
+    """Return the attributes of a config with small sizes, and with the changes in `hints`."""
+    old = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     for name in ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype"):
         old.pop(name, None)
-    kept = _kept_layers(old, hints)
-    depth = next((old[n] for n in _DEPTHS if isinstance(old.get(n), int)), None)
-    subs = {k: v for k, v in vars(config).items() if isinstance(v, PretrainedConfig)}
+    kept_layers = _kept_layers(old, hints)
+    depth = next((old[name] for name in _DEPTHS if isinstance(old.get(name), int)), None)
+    sub_configs = {
+        name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)
+    }
     new = {name: _small(name, value) for name, value in old.items()}
     new |= _sizes_of_heads(old, new)
     for name, value in old.items():
-        if name in subs:
-            sub = subs[name]
+        if name in sub_configs:
+            sub = sub_configs[name]
             new[name] = {**_shrunk(sub, hints.get(name, {})), "model_type": sub.model_type}
-        elif isinstance(value, list) and kept and len(value) == depth:
-            new[name] = [value[i] for i in kept]
-    if kept:
-        new |= {name: len(kept) for name in _DEPTHS if name in new}
+        elif isinstance(value, list) and kept_layers and len(value) == depth:
+            # The list has one item for each layer.
+            new[name] = [value[layer] for layer in kept_layers]
+    if kept_layers:
+        new |= {name: len(kept_layers) for name in _DEPTHS if name in new}
     if old.get("per_layer_config"):
-        new["per_layer_config"] = _per_layer(old["per_layer_config"], kept, old, new)
-    new |= {k: v for k, v in hints.items() if not k.startswith("_") and k not in subs}
+        new["per_layer_config"] = _per_layer(old["per_layer_config"], kept_layers, old, new)
+    new |= {
+        name: value
+        for name, value in hints.items()
+        if not name.startswith("_") and name not in sub_configs
+    }
     # The config class computes these attributes from others.
     for name in hints.get("_drop", ()):
         new.pop(name, None)
@@ -127,10 +135,10 @@ def _shrunk(config: PretrainedConfig, hints: dict[str, Any]) -> dict[str, Any]:
 def _sizes_of_heads(old: dict[str, Any], new: dict[str, Any]) -> dict[str, int]:
     """Return the numbers and sizes of attention heads that depend on other attributes."""
     sizes = {}
-    heads = next((old[n] for n in ("num_attention_heads", "n_head") if old.get(n)), None)
+    num_heads = old.get("num_attention_heads") or old.get("n_head")
     for name in _KV_HEADS:
         if isinstance(old.get(name), int):
-            sizes[name] = 4 if old[name] == heads else 2
+            sizes[name] = 4 if old[name] == num_heads else 2
     if "qk_rope_head_dim" in old and old.get("head_dim") == old["qk_rope_head_dim"]:
         sizes["head_dim"] = new["qk_rope_head_dim"]
     return sizes
@@ -140,46 +148,50 @@ def _per_layer(
     layers: dict[Any, Any], kept: list[int], old: dict[str, Any], new: dict[str, Any]
 ) -> dict[int, Any]:
     """Return the sizes of layers that differ from the common sizes, with the same ratios."""
-    numbered = {int(number): sizes for number, sizes in layers.items()}
+    sizes_of_layers = {int(old_layer): sizes for old_layer, sizes in layers.items()}
     return {
-        place: {
+        new_layer: {
             name: new[name] * value // old[name] if old.get(name) else value
-            for name, value in numbered[number].items()
+            for name, value in sizes_of_layers[old_layer].items()
         }
-        for place, number in enumerate(kept)
-        if number in numbered
+        for new_layer, old_layer in enumerate(kept)
+        if old_layer in sizes_of_layers
     }
 
 
 def _small(name: str, value: Any) -> Any:
+    """Return the small value of an attribute. Only token ids and positive integers change."""
     if name in _TOKENS:
         return _TOKENS[name] if value is not None else None
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         return value
     if name == "qk_head_dim":
-        return 24
+        return 24  # the sum of qk_nope_head_dim and qk_rope_head_dim
     return min(_RULES[name], value) if name in _RULES else value
 
 
 def _kept_layers(old: dict[str, Any], hints: dict[str, Any]) -> list[int]:
     """Return the indices of the layers that the tiny model keeps.
 
-    The tiny model has at least one layer of every kind, but at most `_MAX_LAYERS` layers.
+    The tiny model has at least one layer of every kind, but at most `_MAX_LAYERS` layers. Return an
+    empty list if the config does not list the kinds of its layers.
     """
     if "_layers" in hints:
         return hints["_layers"]
-    kinds = [
-        old[n]
-        for n in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
-        if isinstance(old.get(n), list) and old[n]
+    lists = [
+        old[name]
+        for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
+        if isinstance(old.get(name), list) and old[name]
     ]
-    if not kinds:
+    if not lists:
         return []
-    rows = list(zip(*[k for k in kinds if len(k) == len(kinds[0])], strict=True))
-    first = {row: i for i, row in reversed(list(enumerate(rows)))}
-    kept = sorted(first.values())[:_MAX_LAYERS]
-    while len(kept) < 2 and len(rows) > len(kept):
-        kept = sorted({*kept, next(i for i in range(len(rows)) if i not in kept)})
+    # The kind of a layer is the tuple of its items in all lists of the same length.
+    kinds = list(zip(*[items for items in lists if len(items) == len(lists[0])], strict=True))
+    first_layers = {kind: kinds.index(kind) for kind in kinds}
+    kept = sorted(first_layers.values())[:_MAX_LAYERS]
+    if len(kept) == 1 and len(kinds) > 1:
+        # All layers are of one kind. The tiny model has two of them.
+        kept = [0, 1]
     return kept
 
 

@@ -44,10 +44,10 @@ def test_more_load_never_means_more_threads(max_threads, num_cpus, loads):
 
 @pytest.fixture
 def _two_threads():
-    before = torch.get_num_threads()
+    previous_num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_num_threads)
 
 
 class Load:
@@ -79,8 +79,8 @@ class Load:
 def test_the_number_of_threads_follows_the_load_of_the_last_second():
     load = Load()
     loads = [(0.5, 1.0), (0.6, 1.0), (1.0, 0.9), (1.0, 0.1)]
-    seen = [load.threads_after_steps(seconds, others=others) for seconds, others in loads]
-    assert seen == [2, 1, 1, 2]
+    num_threads = [load.threads_after_steps(seconds, others=others) for seconds, others in loads]
+    assert num_threads == [2, 1, 1, 2]
 
 
 @pytest.mark.usefixtures("_two_threads")
@@ -96,11 +96,11 @@ def test_the_load_during_pauses_has_no_effect():
 @pytest.mark.usefixtures("_two_threads")
 def test_short_steps_between_pauses_are_measured_together():
     load = Load()
-    seen = []
+    num_threads = []
     for _ in range(6):
-        seen.append(load.threads_after_steps(0.25, others=1.0))
+        num_threads.append(load.threads_after_steps(0.25, others=1.0))
         load.pause(0.25, others=0.0)
-    assert seen == [2, 2, 2, 1, 1, 1]
+    assert num_threads == [2, 2, 2, 1, 1, 1]
 
 
 @pytest.mark.usefixtures("_two_threads")
@@ -126,10 +126,10 @@ def test_without_a_measurement_the_number_of_threads_does_not_change():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_cpu_time_of_another_process_is_measured():
     cpus = frozenset(os.sched_getaffinity(0))
-    before = cpu_time_of_others(cpus)
-    busy = "import time\nwhile time.process_time() < 0.5: pass"
-    subprocess.run([sys.executable, "-c", busy], check=True)
-    assert cpu_time_of_others(cpus) - before > 0.4
+    time_before = cpu_time_of_others(cpus)
+    program = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert cpu_time_of_others(cpus) - time_before > 0.4
     assert cpu_time_of_others(frozenset()) <= 0  # The set of CPUs is empty.
 
 
@@ -141,6 +141,6 @@ def test_waiting_threads_sleep_soon_unless_the_operator_decides_otherwise(variab
     environment |= {"OMP_DISPLAY_ENV": "verbose", **variables}
     command = [sys.executable, "-c", "import nereid_backend, torch"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", result.stderr)
-    assert found is not None, result.stderr
-    assert found[1] == value
+    setting = re.search(r"GOMP_SPINCOUNT = '(\d+)'", result.stderr)
+    assert setting is not None, result.stderr
+    assert setting[1] == value

@@ -35,31 +35,34 @@ class Model(nn.Module):
 def test_a_moved_model_computes_equal_outputs_and_its_weights_stay_shared():
     model, ids = Model(), torch.arange(7)
     with torch.inference_mode():
-        before = model(ids)
-        tensors = {name: tensor.clone() for name, tensor in model.named_buffers()}
+        expected_output = model(ids)
+        buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
         strides = {name: tensor.stride() for name, tensor in model.named_parameters()}
-        held = model.whole
+        whole_before_move = model.whole
+
         move_weights(model)
-        torch.testing.assert_close(model(ids), before, atol=0, rtol=0)
+
+        torch.testing.assert_close(model(ids), expected_output, atol=0, rtol=0)
         for name, tensor in model.named_buffers():
-            assert torch.equal(tensor, tensors[name])
+            assert torch.equal(tensor, buffers[name])
+        assert strides == {name: tensor.stride() for name, tensor in model.named_parameters()}
+        assert model.whole is whole_before_move
+        # If a tensor changes, the tensors that share its memory change, too.
         model.embedding.weight[3] = 7.0
         model.whole[2] = 7.0
-    assert model.whole.is_inference()
-    assert not model.embedding.weight.is_inference()
     assert (model.output.weight[3] == 7.0).all()
     assert (model.part[0] == 7.0).all()
-    assert held is model.whole
-    assert strides == {name: tensor.stride() for name, tensor in model.named_parameters()}
+    assert model.whole.is_inference()
+    assert not model.embedding.weight.is_inference()
 
 
 def test_a_tensor_outside_the_model_keeps_its_numbers():
     model = Model()
-    outside = model.embedding.weight.detach()[2:]
-    alone = model.transposed.detach().clone()
+    outside_view = model.embedding.weight.detach()[2:]
+    old_transposed = model.transposed.detach().clone()
     move_weights(model)
-    assert torch.equal(outside, model.embedding.weight[2:])
-    assert torch.equal(alone, model.transposed)
+    assert torch.equal(outside_view, model.embedding.weight[2:])
+    assert torch.equal(old_transposed, model.transposed)
 
 
 def test_moved_weights_are_in_one_storage_and_aligned_to_64_bytes():
@@ -77,12 +80,12 @@ def test_moved_weights_are_in_one_storage_and_aligned_to_64_bytes():
 )
 def test_zeros_are_aligned_and_zero_even_in_reused_memory(shape, dtype):
     for _ in range(2):
-        found = zeros(shape, dtype)
-        assert found.shape == shape
-        assert found.dtype == dtype
-        assert not found.any()
-        assert found.data_ptr() % 64 == 0
-        found.fill_(1)
+        tensor = zeros(shape, dtype)
+        assert tensor.shape == shape
+        assert tensor.dtype == dtype
+        assert not tensor.any()
+        assert tensor.data_ptr() % 64 == 0
+        tensor.fill_(1)
 
 
 @pytest.mark.parametrize("lacks", ["the constant", "the kernel's support"])
@@ -96,15 +99,15 @@ def test_without_support_for_huge_pages_zeros_returns_ordinary_memory(monkeypatc
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="not Linux")
 def test_large_memory_asks_the_system_for_huge_pages(monkeypatch):
-    asked = []
+    options = []
 
-    class Pages(mmap.mmap):
+    class RecordingMmap(mmap.mmap):
         def madvise(self, option, *rest):
-            asked.append(option)
+            options.append(option)
             return super().madvise(option, *rest)
 
-    monkeypatch.setattr(mmap, "mmap", Pages)
+    monkeypatch.setattr(mmap, "mmap", RecordingMmap)
     zeros((1000,), torch.int8)
-    assert not asked
+    assert not options
     zeros((3 * 2**20,), torch.int8)
-    assert asked == [mmap.MADV_HUGEPAGE]
+    assert options == [mmap.MADV_HUGEPAGE]

@@ -37,10 +37,12 @@ def open_mtp(folder, **settings):
 
 
 def greedy(engine):
+    """Return the greedy answers to the prompts."""
     return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 
 def acceptance(engine) -> float:
+    """Return the share of the draft tokens that the model accepted."""
     stats = engine.stats()
     return stats.num_accepted_tokens / stats.num_proposed_tokens
 
@@ -61,12 +63,12 @@ def record_proposals(engine, monkeypatch):
     propose = drafter.propose
     proposals = []
 
-    def recorded(sequence, limit):
+    def propose_and_record(sequence, limit):
         drafts = propose(sequence, limit)
         proposals.append((list(sequence.token_ids), drafts))
         return drafts
 
-    monkeypatch.setattr(drafter, "propose", recorded)
+    monkeypatch.setattr(drafter, "propose", propose_and_record)
     return proposals
 
 
@@ -91,6 +93,7 @@ def test_the_first_draft_token_is_that_of_transformers(folder, monkeypatch, sett
     proposals = record_proposals(engine, monkeypatch)
     run_staggered(engine)
     engine.close()
+
     main_model = load_float32(folder)
     mtp_model = MtpModel.from_pretrained(main_model)
     drafted = [(known, drafts) for known, drafts in proposals if drafts]
@@ -108,10 +111,11 @@ def test_requests_that_arrive_later_are_drafted_in_the_same_batch(folder):
 
 def test_preempted_requests_are_drafted_again(folder):
     expected = reference(folder)
-    calm = open_mtp(folder)
-    num_bytes = bytes_for(calm, 100)
-    calm.close()
-    engine = open_mtp(folder, max_model_len=80, kv_cache_memory=num_bytes)
+    measuring_engine = open_mtp(folder)
+    kv_cache_memory = bytes_for(measuring_engine, num_tokens=100)
+    measuring_engine.close()
+    engine = open_mtp(folder, max_model_len=80, kv_cache_memory=kv_cache_memory)
+
     assert greedy(engine) == expected
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_accepted_tokens > 0
@@ -134,14 +138,17 @@ def test_sampled_tokens_are_those_of_the_model_alone(folder):
     params = SamplingParams(
         temperature=0.7, top_k=30, seed=3, max_tokens=40, ignore_eos=True, n=2, logprobs=1
     )
-    answers = []
-    for settings in ({}, {"speculative_method": "mtp"}):
-        engine = open_engine(folder, **settings)
-        outputs = [each for out in engine.generate(PROMPTS, params) for each in out.outputs]
-        answers.append([each.token_ids for each in outputs])
-    assert engine.stats().num_accepted_tokens > 5
-    engine.close()
-    assert answers[0] == answers[1]
+
+    def sampled_tokens(engine):
+        outputs = engine.generate(PROMPTS, params)
+        return [answer.token_ids for output in outputs for answer in output.outputs]
+
+    plain_engine, drafting_engine = open_engine(folder), open_mtp(folder)
+
+    assert sampled_tokens(drafting_engine) == sampled_tokens(plain_engine)
+    assert drafting_engine.stats().num_accepted_tokens > 5
+    plain_engine.close()
+    drafting_engine.close()
 
 
 class Decoder(torch.nn.Module):
@@ -198,24 +205,30 @@ def test_hidden_states_of_rejected_tokens_are_replaced(hidden, monkeypatch, max_
     monkeypatch.setattr(mtp_path, "_MAX_APPENDED", max_appended)
     first, second = make_sequence([5, 6, 7]), make_sequence([8])
     compute(hidden, (first, 0), (second, 0))
+
+    # The engine computes the draft tokens 1 and 2, rejects the draft token 2, and samples other
+    # tokens. The hidden state of a token is the id of the token.
     first.token_ids += [1, 2]
     compute(hidden, (first, 3))
     first.token_ids[4:] = [3, 4]
     second.token_ids += [9]
     compute(hidden, (second, 1), (first, 4))
-    assert taken(hidden, first, 0, 6) == [5, 6, 7, 1, 3, 4]
-    assert taken(hidden, second, 0, 3) == [8, 9, 0]
+
+    assert taken(hidden, first, 0, count=6) == [5, 6, 7, 1, 3, 4]
+    assert taken(hidden, second, 0, count=3) == [8, 9, 0]
 
 
 def test_old_hidden_states_are_deleted_and_unknown_ones_stay_zero(hidden, monkeypatch):
     monkeypatch.setattr(mtp_path, "_MAX_STATES", 2)
     monkeypatch.setattr(mtp_path, "_MAX_APPENDED", 1)
+
     sequence = make_sequence([5, 6])
     compute(hidden, (sequence, 0))
     sequence.token_ids += [7, 8]
     compute(hidden, (sequence, 2))
-    assert taken(hidden, sequence, 0, 4) == [0, 0, 7, 8]
-    assert taken(hidden, sequence, 2, 2) == [0, 0]
+
+    assert taken(hidden, sequence, 0, count=4) == [0, 0, 7, 8]
+    assert taken(hidden, sequence, 2, count=2) == [0, 0]
 
 
 def test_missing_hidden_states_do_not_change_answers(folder, monkeypatch):

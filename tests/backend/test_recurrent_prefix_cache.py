@@ -54,7 +54,8 @@ def answer(engine, prompt, **params):
 
 
 def answers_of(output):
-    return [each.token_ids for each in output.outputs]
+    """Return the tokens of each answer of a request."""
+    return [answer.token_ids for answer in output.outputs]
 
 
 def compare_turns(folder, rng, num_turns=3, **settings):
@@ -63,20 +64,20 @@ def compare_turns(folder, rng, num_turns=3, **settings):
     Returns:
         The number of tokens that each turn found in the prefix cache.
     """
-    cached = open_engine(folder, **settings)
-    uncached = open_engine(folder, enable_prefix_caching=False, **settings)
+    caching_engine = open_engine(folder, **settings)
+    plain_engine = open_engine(folder, enable_prefix_caching=False, **settings)
     prompt = random_tokens(rng, 70)
-    hits = []
+    num_cached_tokens = []
     for _ in range(num_turns):
-        output = answer(cached, prompt)
-        assert answers_of(output) == answers_of(answer(uncached, prompt))
-        hits.append(output.num_cached_tokens)
+        output = answer(caching_engine, prompt)
+        assert answers_of(output) == answers_of(answer(plain_engine, prompt))
+        num_cached_tokens.append(output.num_cached_tokens)
         prompt = [*prompt, *output.outputs[0].token_ids, *random_tokens(rng, 5)]
-    stats = cached.stats()
-    assert stats.num_prefix_cache_hits == sum(hits)
-    for engine in (cached, uncached):
-        engine.close()
-    return hits
+
+    assert caching_engine.stats().num_prefix_cache_hits == sum(num_cached_tokens)
+    caching_engine.close()
+    plain_engine.close()
+    return num_cached_tokens
 
 
 @pytest.mark.parametrize("model_type", cases(CACHED))
@@ -84,14 +85,14 @@ def compare_turns(folder, rng, num_turns=3, **settings):
 def test_the_next_turn_of_a_chat_continues_from_the_end_of_the_answer(saved, model_type):
     # After the first turn, the engine has computed 70 tokens of the prompt and 15 tokens of the
     # answer. With blocks of 4 tokens, 84 of these 85 tokens are in full blocks.
-    hits = compare_turns(saved(model_type), random.Random(1))
-    assert hits == [0, 84, 104]
+    num_cached_tokens = compare_turns(saved(model_type), random.Random(1))
+    assert num_cached_tokens == [0, 84, 104]
 
 
 @pytest.mark.parametrize("model_type", cases(["qwen3_next", "lfm2"]))
 def test_keys_and_values_of_8_bits_do_not_turn_off_the_prefix_cache(saved, model_type):
-    hits = compare_turns(saved(model_type), random.Random(1), kv_cache_dtype="int8")
-    assert hits == [0, 84, 104]
+    num_cached_tokens = compare_turns(saved(model_type), random.Random(1), kv_cache_dtype="int8")
+    assert num_cached_tokens == [0, 84, 104]
 
 
 @pytest.mark.parametrize("model_type", cases(NOT_CACHED))
@@ -133,13 +134,17 @@ def test_the_sequences_of_a_request_share_the_computed_prompt(engine):
 def test_a_preempted_sequence_continues_from_its_last_snapshot(engine):
     prompts = [random_tokens(random.Random(seed), 41) for seed in range(3)]
     expected = [answers_of(answer(engine, prompt)) for prompt in prompts]
-    other = open_engine(engine.info.model)
-    held = other._parts.pool.allocate(other._parts.pool.num_free - 38)
-    outputs = other.generate(prompts, PARAMS)
+    small_engine = open_engine(engine.info.model)
+    pool = small_engine._parts.pool
+    # The 38 free blocks of 4 tokens have space for two of the three sequences with 57 tokens.
+    withheld_blocks = pool.allocate(pool.num_free - 38)
+
+    outputs = small_engine.generate(prompts, PARAMS)
+
     assert [answers_of(output) for output in outputs] == expected
-    assert other.stats().num_preemptions > 0
-    other._parts.pool.release(held)
-    other.close()
+    assert small_engine.stats().num_preemptions > 0
+    pool.release(withheld_blocks)
+    small_engine.close()
 
 
 def test_snapshots_never_need_more_memory_than_the_plan_gives_them(saved):

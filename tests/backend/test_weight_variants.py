@@ -26,5 +26,5 @@ CASES = [
 
 @pytest.mark.parametrize(("model_type", "name"), CASES)
 def test_the_tokens_of_a_variant_equal_those_of_transformers(model_type, name, tmp_path):
-    expected, found = VARIANTS[name](shrink.save(model_type, tmp_path))
-    assert found == expected
+    expected, answers = VARIANTS[name](shrink.save(model_type, tmp_path))
+    assert answers == expected

@@ -6,6 +6,7 @@ transformers generates, and the tokens of the engine. The prompts run together, 
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -74,15 +75,16 @@ def rounded_weights_and_inputs(folder: Path, bits: int) -> tuple[Answers, Answer
         NotApplicableError: if tiny changes of the embeddings change the tokens of transformers.
     """
     model = _load_rounded(folder, bits)
-    expected, found = greedy_tokens(model), _run_rounded(folder, bits)
-    answers = zip(PROMPTS, expected, found, strict=True)
-    found = [
-        one if _differ_after_a_tie(model, prompt, one, other) else other
-        for prompt, one, other in answers
+    expected = greedy_tokens(model)
+    engine_answers = [
+        expected_answer if _differ_after_a_tie(model, prompt, expected_answer, answer) else answer
+        for prompt, expected_answer, answer in zip(
+            PROMPTS, expected, _run_rounded(folder, bits), strict=True
+        )
     ]
-    if found != expected and _tokens_with_noise(model) != expected:
+    if engine_answers != expected and _tokens_with_noise(model) != expected:
         raise NotApplicableError("Tiny changes of the embeddings change the tokens.")
-    return expected, found
+    return expected, engine_answers
 
 
 @torch.inference_mode()
@@ -120,15 +122,16 @@ def _tokens_with_noise(model: PreTrainedModel) -> Answers:
 
 @torch.inference_mode()
 def _differ_after_a_tie(
-    model: PreTrainedModel, prompt: list[int], expected: list[int], found: list[int]
+    model: PreTrainedModel, prompt: list[int], expected: list[int], answer: list[int]
 ) -> bool:
     """Return whether the first different tokens of two answers have nearly equal logits."""
-    places = [n for n, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]]
-    if not places:
+    pairs = zip(expected, answer, strict=True)
+    differing = [index for index, (token, other) in enumerate(pairs) if token != other]
+    if not differing:
         return False
-    place = places[0]
-    logits = model(torch.tensor([prompt + expected[:place]])).logits[0, -1]
-    difference = logits[expected[place]] - logits[found[place]]
+    first = differing[0]
+    logits = model(torch.tensor([prompt + expected[:first]])).logits[0, -1]
+    difference = logits[expected[first]] - logits[answer[first]]
     return bool(difference < TIE * logits.std())
 
 
@@ -154,14 +157,18 @@ def with_adapter(folder: Path) -> tuple[Answers, Answers]:
     try:
         names = _adaptable_layers(model, engine._parts.adapters._sizes)
         adapter = folder / "adapter"
-        merged = greedy_tokens(write_adapter(adapter, model, names, rank=4, seed=1))
-        plain = greedy_tokens(model)
-        assert merged != plain, "the adapter does not change the tokens"
+        merged_answers = greedy_tokens(write_adapter(adapter, model, names, rank=4, seed=1))
+        plain_answers = greedy_tokens(model)
+        assert merged_answers != plain_answers, "the adapter does not change the tokens"
+
         engine.load_lora("a", str(adapter))
-        selected = dataclasses.replace(PARAMS, lora_name="a")
-        is_adapted = [number % 2 == 1 for number in range(len(PROMPTS))]
-        expected = [merged[n] if adapted else plain[n] for n, adapted in enumerate(is_adapted)]
-        params = [selected if adapted else PARAMS for adapted in is_adapted]
+        with_lora = dataclasses.replace(PARAMS, lora_name="a")
+        uses_adapter = [index % 2 == 1 for index in range(len(PROMPTS))]
+        expected = [
+            merged if uses else plain
+            for uses, merged, plain in zip(uses_adapter, merged_answers, plain_answers, strict=True)
+        ]
+        params = [with_lora if uses else PARAMS for uses in uses_adapter]
         return expected, run_staggered(engine, params)
     finally:
         engine.close()
@@ -170,19 +177,17 @@ def with_adapter(folder: Path) -> tuple[Answers, Answers]:
 def _adaptable_layers(model: PreTrainedModel, sizes: dict[str, object]) -> list[str]:
     """Return the names of the model's linear layers that the engine allows an adapter to change.
 
-    A layer that shares its weight with another layer is left out, because merging would also change
-    the other layer.
+    The keys of `sizes` are the names of these layers in the engine. A layer that shares its weight
+    with another layer is left out, because merging would also change the other layer.
     """
-    users: dict[int, int] = {}
-    for module in model.modules():
-        if isinstance(weight := getattr(module, "weight", None), nn.Parameter):
-            users[weight.data_ptr()] = users.get(weight.data_ptr(), 0) + 1
+    weights = (getattr(module, "weight", None) for module in model.modules())
+    num_users = Counter(w.data_ptr() for w in weights if isinstance(w, nn.Parameter))
     names = [
         name
         for name, module in model.named_modules()
         if name in sizes
         and isinstance(module, nn.Linear | Conv1D)
-        and users[module.weight.data_ptr()] == 1
+        and num_users[module.weight.data_ptr()] == 1
     ]
     if not names:
         raise NotApplicableError("The model has no linear layer that an adapter can change.")

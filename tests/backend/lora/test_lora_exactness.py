@@ -57,7 +57,7 @@ def test_preempted_requests_keep_their_adapters(llama):
     engine = open_engine(folder / "0", lora_adapters=adapters(folder))
     pool = engine._parts.pool
     held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
-    assert answer_mixed(engine, checks=False) == expected
+    assert answer_mixed(engine, check_blocks=False) == expected
     assert engine.stats().num_preemptions > 0
     pool.release(held)
     engine.close()

@@ -163,8 +163,9 @@ def summary(results: dict[str, Result]) -> str:
     return (
         f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types were tested. "
         f"{statuses['exact']} types give equal tokens: {by_tier}. {statuses['wrong']} types give "
-        f"different tokens. The engine rejects {statuses['refused']} types. {statuses['not built']} "
-        f"types cannot be built as test models. {_variant_summary(results)}".strip()
+        f"different tokens. The engine rejects {statuses['refused']} types. "
+        f"{statuses['not built']} types cannot be built as test models. "
+        f"{_variant_summary(results)}".strip()
     )
 
 

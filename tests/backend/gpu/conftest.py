@@ -9,6 +9,7 @@ therefore imports the Python modules of `triton` again.
 import importlib
 import os
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -17,20 +18,14 @@ HAS_GPU = torch.cuda.is_available()
 
 
 def _load_interpreter():
+    """Import `triton` again with TRITON_INTERPRET=1, so that the interpreter runs the kernels."""
     # A process can load the compiled module `triton._C` only once, so this module stays loaded.
     for name in [n for n in sys.modules if n == "triton" or n.startswith("triton.")]:
         if not name.startswith("triton._C"):
             del sys.modules[name]
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
+    # Processes that other tests start must not inherit the variable.
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         knobs = importlib.import_module("triton").knobs
-    finally:
-        # Processes that other tests start must not inherit the variable.
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
     knobs.propagate_env = False
     knobs.runtime.interpret = True
     importlib.import_module("loadtest.gpu.interpreter").correct_interpreter()
@@ -43,10 +38,10 @@ if not HAS_GPU:
 
 @pytest.fixture(autouse=True)
 def few_threads():
-    before = torch.get_num_threads()
+    previous_num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_num_threads)
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +60,7 @@ def folder_of(tmp_path_factory):
 
     folders = {}
 
-    def folder(family):
+    def saved_folder(family):
         if isinstance(family, str):
             family = BY_NAME[family]
         key = repr(family)
@@ -73,7 +68,7 @@ def folder_of(tmp_path_factory):
             folders[key] = family.save(tmp_path_factory.mktemp("model"))
         return folders[key]
 
-    return folder
+    return saved_folder
 
 
 @pytest.fixture
@@ -89,21 +84,20 @@ def engine_of(folder_of, monkeypatch):
     from nereid_backend.model.forward_path import choose_path, make_kv_cache
     from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs
 
-    opened = []
+    engines = []
 
-    def make(name, capture=None, *, kind=SkippingCache, **settings):
-        monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *_: kind)
+    def open_with_cache(name, capture=None, *, cache_class=SkippingCache, **settings):
+        monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *_: cache_class)
         # The check of the kernels takes long in the interpreter. test_gpu_check.py tests it.
-        monkeypatch.setattr(make_kv_cache, "checked_cache_class", lambda kind, *_: kind)
-        if kind is GpuKVCache:
+        monkeypatch.setattr(make_kv_cache, "checked_cache_class", lambda checked, *_: checked)
+        if cache_class is GpuKVCache:
             # The check of the forward path takes long. test_engine_on_kernels.py tests it.
             monkeypatch.setattr(choose_path, "check_path", lambda *_, **__: 0.0)
         # On a GPU, the engine has no draft tokens by default.
         defaults = {"device": "cpu", "max_model_len": 128, "num_speculative_tokens": 0}
-        settings = {**defaults, **settings}
         # With prepack=True, a `Recorder` could not record the matrix products.
-        engine = open_engine(folder_of(name), prepack=False, **settings)
-        opened.append(engine)
+        engine = open_engine(folder_of(name), prepack=False, **{**defaults, **settings})
+        engines.append(engine)
         if capture is not None:
             path = engine._parts.runner._path
             path.graphs = DecodeGraphs(
@@ -111,6 +105,6 @@ def engine_of(folder_of, monkeypatch):
             )
         return engine
 
-    yield make
-    for engine in opened:
+    yield open_with_cache
+    for engine in engines:
         engine.close()

@@ -38,9 +38,9 @@ class Recorder(TorchDispatchMode):
     @torch.inference_mode()
     def replay(self):
         """Call the recorded operators again, and write the results into the recorded outputs."""
-        for func, args, kwargs, out in self.calls:
-            found = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
+        for func, args, kwargs, recorded_out in self.calls:
+            out = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(recorded_out), tree_leaves(out), strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
@@ -61,29 +61,28 @@ def record_pieces(work):
     `cut(between)` ends a piece. The function `between` runs in each replay after the piece.
     """
     work(lambda between: between())
-    parts = []
-    tape = Recorder()
+    replayed_functions = []
+    recorder = Recorder()
 
     def cut(between):
-        nonlocal tape
-        tape.__exit__(None, None, None)
-        parts.extend((tape.replay, between))
-        tape = Recorder()
-        tape.__enter__()
+        nonlocal recorder
+        recorder.__exit__(None, None, None)
+        replayed_functions.extend((recorder.replay, between))
+        recorder = Recorder()
+        recorder.__enter__()
 
     # Some code of transformers reads tensors to write warnings, unless a capture is in progress.
-    asked = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
-    with asked:
-        tape.__enter__()
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        recorder.__enter__()
         try:
             work(cut)
         finally:
-            tape.__exit__(None, None, None)
-    parts.append(tape.replay)
+            recorder.__exit__(None, None, None)
+    replayed_functions.append(recorder.replay)
 
     def replay():
-        for part in parts:
-            part()
+        for function in replayed_functions:
+            function()
 
     return replay
 

@@ -35,7 +35,9 @@ SPECS = {
     "window and chunks": LayerSpec(4, 2, 16, 16, LayerWindow(size=20, chunk=32)),
     "softcap": LayerSpec(4, 2, 16, 16, softcap=3.0),
     "sinks": LayerSpec(4, 2, 16, 16, has_sinks=True),
-    "window, softcap and sinks": LayerSpec(4, 2, 16, 16, LayerWindow(size=21), 3.0, True),
+    "window, softcap and sinks": LayerSpec(
+        4, 2, 16, 16, LayerWindow(size=21), softcap=3.0, has_sinks=True
+    ),
 }
 
 
@@ -61,33 +63,42 @@ class Steps:
     def __init__(
         self, cache_type, spec, dtype, device, *, shapes=None, block=16, seed=0, rounded=None
     ):
+        """Create a cache and sequences without numbers.
+
+        Args:
+            cache_type: the class of the KV cache.
+            spec: the attention layer.
+            dtype: the data type of the queries, keys and values.
+            device: the device that computes attention.
+            shapes: the numbers of cached tokens and of new tokens of each sequence.
+            block: the number of tokens in a block.
+            seed: the seed of the random numbers and of the order of the blocks.
+            rounded: the random numbers are rounded to this data type before they are converted to
+                `dtype`, so that implementations with different data types can get the same numbers.
+        """
         self.shapes = SMALL if shapes is None else shapes
         self.spec, self.dtype, self.device = spec, dtype, device
-        needed = [-(-(cached + new) // block) for cached, new in self.shapes]
-        num_blocks = sum(needed) + 5
+        lengths = [num_cached + num_new for num_cached, num_new in self.shapes]
+        blocks_of_sequences = [-(-length // block) for length in lengths]
+        num_blocks = sum(blocks_of_sequences) + 5
         self.cache = cache_type(
             [spec], num_blocks=num_blocks, block_size=block, dtype=dtype, device=device
         )
-        longest = max(cached + new for cached, new in self.shapes)
         self._builder = BatchBuilder(
             max_num_seqs=len(self.shapes),
-            max_model_len=longest + block,
+            max_model_len=max(lengths) + block,
             block_size=block,
             null_block=self.cache.null_block,
         )
         blocks = list(range(num_blocks))
         random.Random(seed).shuffle(blocks)
-        free = iter(blocks)
-        self._requests = []
-        for row, ((cached, new), count) in enumerate(zip(self.shapes, needed, strict=True)):
-            sequence = Sequence(
-                str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=10**9
-            )
+        free_blocks = iter(blocks)
+        self._sequences = []
+        for row, (length, count) in enumerate(zip(lengths, blocks_of_sequences, strict=True)):
+            sequence = Sequence(str(row), [1] * length, SamplingParams(), max_total_tokens=10**9)
             sequence.row = row
-            sequence.block_table = list(itertools.islice(free, count))
-            self._requests.append(sequence)
-        # Random numbers are rounded to this data type before they are converted to `dtype`, so that
-        # implementations with different data types can get the same numbers.
+            sequence.block_table = list(itertools.islice(free_blocks, count))
+            self._sequences.append(sequence)
         self._rounded = rounded or dtype
         self._random = torch.Generator().manual_seed(seed)
         self._sinks = self._randn(spec.num_heads).to(device) if spec.has_sinks else None
@@ -98,29 +109,33 @@ class Steps:
         Each item of `poison` is a tuple (row, start, end). The keys and values of this row are NaN
         from position `start` to position `end`, exclusive.
         """
-        spec, size = self.spec, self.cache.values[0].shape[2]
-        for row, (sequence, (cached, _)) in enumerate(
-            zip(self._requests, self.shapes, strict=True)
-        ):
-            if not cached:
+        spec = self.spec
+        for row, (num_cached, _) in enumerate(self.shapes):
+            if not num_cached:
                 continue
-            key = self._randn(cached, spec.num_kv_heads, spec.key_dim)
-            value = self._randn(cached, spec.num_kv_heads, spec.value_dim)
+            key = self._randn(num_cached, spec.num_kv_heads, spec.key_dim)
+            value = self._randn(num_cached, spec.num_kv_heads, spec.value_dim)
             for poisoned_row, start, end in poison:
                 if poisoned_row == row:
                     key[start:end] = value[start:end] = float("nan")
-            places = torch.arange(cached)
-            slots = torch.tensor(sequence.block_table)[places // size] * size + places % size
-            rows = store_rows(slots, spec.num_kv_heads, size).to(self.device)
-            new = [tensor.to(self.device, self.dtype) for tensor in (key, value)]
-            self.cache.store(0, *new, rows)
+            self._store(self._sequences[row], key, value)
         return self
+
+    def _store(self, sequence, key, value):
+        """Store keys and values of the first tokens of a sequence."""
+        block_size = self.cache.values[0].shape[2]
+        positions = torch.arange(len(key))
+        blocks = torch.tensor(sequence.block_table)[positions // block_size]
+        slots = blocks * block_size + positions % block_size
+        rows = store_rows(slots, self.spec.num_kv_heads, block_size).to(self.device)
+        key, value = (tensor.to(self.device, self.dtype) for tensor in (key, value))
+        self.cache.store(0, key, value, rows)
 
     def run(self):
         """Return the attention outputs of the new tokens: [num_tokens, num_heads, value_dim]."""
         chunks = [
-            Chunk(sequence, cached, new, True, True, 1)
-            for sequence, (cached, new) in zip(self._requests, self.shapes, strict=True)
+            Chunk(sequence, num_cached, num_new, samples=True, is_first=True, num_logits=1)
+            for sequence, (num_cached, num_new) in zip(self._sequences, self.shapes, strict=True)
         ]
         return self._step(chunks).squeeze(0).cpu()
 
@@ -128,6 +143,7 @@ class Steps:
         return torch.randn(*shape, generator=self._random).to(self._rounded)
 
     def _step(self, chunks):
+        """Return the attention outputs of random queries for the tokens of the chunks."""
         spec, num_tokens = self.spec, sum(chunk.num_tokens for chunk in chunks)
         batch = self._builder.build(StepPlan(chunks, num_tokens), self.device)
         # The tensors are transposed views, because models also pass such views to attention.

@@ -17,34 +17,36 @@ def test_a_kernel_that_differs_from_its_reference_stops_the_benchmark(device, mo
 
     from loadtest.gpu import gpu_kernels
 
-    plain = gpu_attention.decode
+    correct_decode = gpu_attention.decode
 
-    def wrong(query, call, rows, out, tuning):
-        plain(query, call, rows, out, tuning)
+    def wrong_decode(query, call, rows, out, tuning):
+        correct_decode(query, call, rows, out, tuning)
         out[0] += 0.1
 
-    monkeypatch.setattr(gpu_attention, "decode", wrong)
+    monkeypatch.setattr(gpu_attention, "decode", wrong_decode)
     case = gpu_kernels.Case("small", LayerSpec(2, 1, 16, 16), [(20, 1), (0, 3)])
     with pytest.raises(gpu_kernels.KernelError, match="attention differs from its reference"):
         gpu_kernels.check(case, torch.float32, device)
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("GpuInt8KVCache", 1.01), ("GpuFloat8KVCache", 1.08)])
+@pytest.mark.parametrize(
+    ("cache_class", "factor"), [("GpuInt8KVCache", 1.01), ("GpuFloat8KVCache", 1.08)]
+)
 def test_8_bit_numbers_with_more_than_the_rounding_error_stop_the_benchmark(
-    device, monkeypatch, kind, factor
+    device, monkeypatch, cache_class, factor
 ):
     from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
 
     from loadtest.gpu import gpu_kernels
 
-    plain = gpu_attention.store
+    correct_store = gpu_attention.store
 
-    def wrong(key, value, call, slots):
-        plain(key * factor, value, call, slots)
+    def wrong_store(key, value, call, slots):
+        correct_store(key * factor, value, call, slots)
 
-    monkeypatch.setattr(gpu_attention, "store", wrong)
-    cache = getattr(gpu_attention, kind)
+    monkeypatch.setattr(gpu_attention, "store", wrong_store)
+    cache = getattr(gpu_attention, cache_class)
     case = gpu_kernels.Case("small", LayerSpec(2, 1, 16, 16), [(20, 1), (0, 3)], cache)
     with pytest.raises(gpu_kernels.KernelError, match="more than the rounding"):
         gpu_kernels.check(case, torch.float32, device)
@@ -63,6 +65,7 @@ def test_a_cache_write_that_differs_from_its_reference_stops_the_benchmark(devic
 
 
 def lines_of(capsys):
+    """Return the lines of JSON that the benchmark printed."""
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
 
 
@@ -71,19 +74,20 @@ def test_a_failed_comparison_is_reported_and_the_other_comparisons_continue(
 ):
     from loadtest.gpu import kernel_parts
 
-    def check(case, dtype, device):
+    def check_that_fails_for_float32(case, dtype, device):
         if dtype == torch.float32:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20.00 MiB.")
         return 0.001
 
-    monkeypatch.setattr(kernel_parts, "check", check)
+    monkeypatch.setattr(kernel_parts, "check", check_that_fails_for_float32)
     kernel_parts.compare(device, SimpleNamespace(tiny=True, share=[0, 1]))
-    *found, verdict = lines_of(capsys)
-    assert len(found) == 10
+
+    *comparisons, verdict = lines_of(capsys)
+    assert len(comparisons) == 10
     assert verdict["text"] == "8 of 10 comparisons equal their references"
-    wrong = [line["text"] for line in found if line["rank"] == 0]
-    assert len(wrong) == 2
-    assert wrong[0].endswith("float32: OutOfMemoryError: CUDA out of memory.")
+    failures = [line["text"] for line in comparisons if line["rank"] == Rank.WRONG]
+    assert len(failures) == 2
+    assert failures[0].endswith("float32: OutOfMemoryError: CUDA out of memory.")
 
 
 def test_several_processes_together_run_each_comparison_once(device, monkeypatch, capsys):
@@ -113,31 +117,37 @@ def test_a_search_writes_its_table_into_the_folder_of_results(
 def test_a_measurement_starts_after_100_ms_of_replays_and_only_replays(monkeypatch):
     from loadtest.gpu import gpu_kernels
 
-    log = []
+    log = []  # pairs of "event" or "replay" and a time in seconds
 
     class Event:
+        """A fake CUDA event. The elapsed time is the number of log entries between two events."""
+
         def __init__(self, enable_timing):
-            self.place = None
+            self.index = None
 
         def record(self):
-            self.place = len(log)
-            log.append(("mark", time.perf_counter()))
+            self.index = len(log)
+            log.append(("event", time.perf_counter()))
 
         def elapsed_time(self, end):
-            return float(end.place - self.place)
+            return float(end.index - self.index)
 
-    def captured(work):
+    def capture(work):
         work()
         return lambda: log.append(("replay", time.perf_counter()))
 
-    monkeypatch.setattr(gpu_kernels, "captured", captured)
+    monkeypatch.setattr(gpu_kernels, "captured", capture)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    launched = []
-    work = functools.partial(launched.append, "kernel")
-    assert gpu_kernels.milliseconds(work, torch.device("cuda:0"), repeat=3) == 2.0
+    launches = []
+    launch = functools.partial(launches.append, "kernel")
+
+    # Each event is two log entries after the previous event, because a replay is between them.
+    assert gpu_kernels.milliseconds(launch, torch.device("cuda:0"), repeat=3) == 2.0
+
     # The kernel is launched only for the capture.
-    assert len(launched) == 1
-    first_mark = [kind for kind, _ in log].index("mark")
-    assert log[first_mark][1] - log[0][1] >= 0.09
-    assert [kind for kind, _ in log[first_mark:]] == ["mark", *["replay", "mark"] * 3]
+    assert len(launches) == 1
+    kinds, times = zip(*log, strict=True)
+    first_event = kinds.index("event")
+    assert times[first_event] - times[0] >= 0.09
+    assert kinds[first_event:] == ("event", *("replay", "event") * 3)

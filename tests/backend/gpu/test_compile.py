@@ -15,15 +15,16 @@ from nereid_backend.attention.gpu.tuning import shared_bytes
 ROOT = Path(__file__).parents[3]
 KERNELS = {"store_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel", "sample_kernel"}
 ATTENTION = ("decode_kernel", "prefill_kernel")
+# The instruction for large matrix products on GPUs of each compute capability.
 PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 def compiled(folder, *options):
-    """Compile kernels in a new process, and return a dict of measurements for each kernel."""
+    """Compile kernels in a new process, and return one dict of measurements for each kernel."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "loadtest.gpu.compile_kernels", *options],
         cwd=ROOT,
         capture_output=True,
@@ -31,8 +32,8 @@ def compiled(folder, *options):
         env=environment,
         timeout=500,
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def check_resources(line):

@@ -14,9 +14,9 @@ PROMPTS = [[3, 5, 7, 9, 11], [4] * 19, [6, 8]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def answers(folder, kind, monkeypatch, **settings):
-    """Return the answers of an engine with the cache class `kind`, and the engine's information."""
-    monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *args: kind)
+def answers(folder, cache_class, monkeypatch, **settings):
+    """Return the answers and the information of an engine with the given class of KV cache."""
+    monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *args: cache_class)
     # On a GPU, all layers form one group, so this engine on a CPU must also have only one group.
     monkeypatch.setattr(
         cache_plan,
@@ -46,21 +46,21 @@ def test_an_engine_gives_the_same_answers_with_the_kernels_and_the_reference(
     tmp_path, device, monkeypatch
 ):
     if device.type != "cpu":
-        pytest.skip("on a GPU the engine takes the kernels by itself")
+        pytest.skip("on a GPU, the engine uses the kernels by itself")
     folder = with_one_key_head("gpt_oss").save(tmp_path)  # has attention windows and sinks
-    found, info = answers(folder, GpuKVCache, monkeypatch)
-    expected, _ = answers(folder, KVCache, monkeypatch)
-    assert found == expected
+    kernel_answers, info = answers(folder, GpuKVCache, monkeypatch)
+    reference_answers, _ = answers(folder, KVCache, monkeypatch)
+    assert kernel_answers == reference_answers
     assert info.self_check_difference < 1e-4
 
 
-@pytest.mark.parametrize("stored", sampled(["int8", "fp8"], "fp8"))
+@pytest.mark.parametrize("kv_cache_dtype", sampled(["int8", "fp8"], "fp8"))
 def test_an_engine_with_the_kernels_answers_from_an_8_bit_cache(
-    stored, tmp_path, device, monkeypatch
+    kv_cache_dtype, tmp_path, device, monkeypatch
 ):
     if device.type != "cpu":
-        pytest.skip("on a GPU the engine takes the kernels by itself")
+        pytest.skip("on a GPU, the engine uses the kernels by itself")
     folder = with_one_key_head("llama", num_hidden_layers=1).save(tmp_path)
-    found, info = answers(folder, GpuKVCache, monkeypatch, kv_cache_dtype=stored)
-    assert [len(tokens) for tokens in found] == [4, 4, 4]
+    kernel_answers, info = answers(folder, GpuKVCache, monkeypatch, kv_cache_dtype=kv_cache_dtype)
+    assert [len(tokens) for tokens in kernel_answers] == [4, 4, 4]
     assert info.self_check_difference < 0.2

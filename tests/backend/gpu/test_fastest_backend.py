@@ -44,32 +44,34 @@ class ReferenceBackend:
         call, batch = inputs.call, inputs.batch
         cache = KVCache([call.spec], num_blocks=1, block_size=1, dtype=out.dtype, device=CPU)
         cache.keys, cache.values = [call.keys], [call.values]
-        stored = [torch.full_like(inputs.query[: call.spec.num_kv_heads], float("nan"))] * 2
-        found = inputs.new or stored
-        whole = reference.attend((inputs.query, *found), 0, cache, batch, scale=call.scale)
+        # Without new keys and values, all of them are in the cache, so NaN must not be read.
+        unread = torch.full_like(inputs.query[: call.spec.num_kv_heads], float("nan"))
+        key, value = inputs.new or (unread, unread)
+        attended = reference.attend((inputs.query, key, value), 0, cache, batch, scale=call.scale)
         is_decode = situation is Situation.DECODE
         rows = slice(0, batch.num_decodes) if is_decode else slice(batch.num_decodes, None)
-        out[rows] = whole[rows] * self.factor
+        out[rows] = attended[rows] * self.factor
 
 
 @pytest.fixture(autouse=True)
 def reference_kernels(monkeypatch):
     """Replace Nereid's own kernels with the reference, which is faster than the interpreter."""
-    own = ReferenceBackend()
-    monkeypatch.setattr(
-        gpu_attention,
-        "_launch_kernels",
-        lambda situation, inputs, out: own.attend(situation, inputs, out),
-    )
+    own_kernels = ReferenceBackend()
+
+    def launch_kernels(situation, inputs, out):
+        own_kernels.attend(situation, inputs, out)
 
     def store(key, value, call, slots):
-        size = call.values.shape[2]
-        call.keys[slots // size, :, slots % size] = key.transpose(0, 1)
-        call.values[slots // size, :, slots % size] = value.transpose(0, 1)
+        block_size = call.values.shape[2]
+        blocks, positions = slots // block_size, slots % block_size
+        call.keys[blocks, :, positions] = key.transpose(0, 1)
+        call.values[blocks, :, positions] = value.transpose(0, 1)
 
+    monkeypatch.setattr(gpu_attention, "_launch_kernels", launch_kernels)
     monkeypatch.setattr(gpu_attention, "store", store)
-    small = {s: fastest_backend._CHECKED[s] for s in Situation}
-    monkeypatch.setattr(fastest_backend, "_MEASURED", small)
+    # The steps whose time is measured are as small as the steps that are compared.
+    small_steps = {situation: fastest_backend._CHECKED[situation] for situation in Situation}
+    monkeypatch.setattr(fastest_backend, "_MEASURED", small_steps)
 
 
 def choose(backends, times, spec=SPEC):
@@ -78,13 +80,17 @@ def choose(backends, times, spec=SPEC):
     `times` contains the times in milliseconds, situation by situation: first the time of Nereid's
     own kernels, then the time of each library.
     """
-    left = iter(times)
+    remaining_times = iter(times)
     layer = TrialLayer(GpuKVCache, spec, 4, torch.float32, CPU)
-    return fastest_backend.fastest_backends([layer], backends, timer=lambda work: next(left))
+    return fastest_backend.fastest_backends(
+        [layer], backends, timer=lambda work: next(remaining_times)
+    )
 
 
 def test_a_library_is_used_only_where_it_is_faster():
     library = ReferenceBackend()
+    # The library is twice as fast in the first situation, slower in the second situation, and
+    # not fast enough in the third situation.
     chosen = choose([library], [2.0, 1.0, 1.0, 2.0, 1.0, 0.97])
     assert chosen == {(SPEC, Situation.DECODE): library}
 
@@ -115,15 +121,16 @@ def test_libraries_are_not_measured_for_caches_of_8_bits(caplog):
     assert "8-bit caches" in caplog.text
 
 
-def test_every_library_refuses_layers_that_it_does_not_support():
-    odd = [
-        LayerSpec(4, 2, 16, 16, has_sinks=True),
-        LayerSpec(4, 2, 16, 16, LayerWindow(chunk=8)),
-    ]
-    for backend in (CudnnSdpa(), TorchVarlen(), FlashInferPrefill()):
-        for spec in odd:
-            assert backend.refusal(spec, 16, torch.bfloat16) is not None
-        assert backend.refusal(SPEC, 16, torch.float32) is not None
+@pytest.mark.parametrize("backend", [CudnnSdpa(), TorchVarlen(), FlashInferPrefill()])
+def test_every_library_refuses_layers_that_it_does_not_support(backend):
+    with_sinks = LayerSpec(4, 2, 16, 16, has_sinks=True)
+    with_chunks = LayerSpec(4, 2, 16, 16, LayerWindow(chunk=8))
+    assert backend.refusal(with_sinks, 16, torch.bfloat16) is not None
+    assert backend.refusal(with_chunks, 16, torch.bfloat16) is not None
+    assert backend.refusal(SPEC, 16, torch.float32) is not None
+
+
+def test_cudnn_refuses_layers_with_a_sliding_window():
     window = LayerSpec(4, 2, 16, 16, LayerWindow(size=8))
     assert CudnnSdpa().refusal(window, 16, torch.bfloat16) == "the layer has a sliding window"
 
@@ -140,29 +147,37 @@ def paged_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **optio
 
     The function follows the documentation and computes attention by its definition.
     """
+    lengths, block_table = options["seqused_k"], options["block_table"]
     assert cu_seq_k is None
-    assert (
-        cu_seq_q.dtype == options["seqused_k"].dtype == options["block_table"].dtype == torch.int32
-    )
-    left, right = options["window_size"]
-    assert right == 0
-    parts = []
-    for number, length in enumerate(options["seqused_k"].tolist()):
-        rows = query[cu_seq_q[number] : cu_seq_q[number + 1]]
-        assert len(rows) <= max_q
+    assert cu_seq_q.dtype == lengths.dtype == block_table.dtype == torch.int32
+    window_left, window_right = options["window_size"]
+    assert window_right == 0
+    outputs = []
+    for index, length in enumerate(lengths.tolist()):
+        new_rows = query[cu_seq_q[index] : cu_seq_q[index + 1]]
+        assert len(new_rows) <= max_q
         assert length <= max_k
-        blocks = options["block_table"][number].long()
-        keys, values = (t[blocks].flatten(0, 1)[:length] for t in (key, value))
-        group = query.shape[1] // keys.shape[1]
-        keys, values = (t.repeat_interleave(group, 1) for t in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", rows, keys) * options["scale"]
-        places = torch.arange(length - len(rows), length)[:, None]
-        hidden = torch.arange(length)[None] > places
-        if left >= 0:
-            hidden |= torch.arange(length)[None] < places - left
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        parts.append(torch.einsum("hqk,khd->qhd", weights, values))
-    return torch.cat(parts)
+        blocks = block_table[index].long()
+        keys, values = (tensor[blocks].flatten(0, 1)[:length] for tensor in (key, value))
+        outputs.append(_causal_attention(new_rows, keys, values, window_left, options["scale"]))
+    return torch.cat(outputs)
+
+
+def _causal_attention(query, keys, values, window_left, scale):
+    """Return the attention of the last tokens of a sequence over all of its tokens.
+
+    A token sees `window_left` tokens before it, or all tokens if this number is negative.
+    """
+    group_size = query.shape[1] // keys.shape[1]
+    keys, values = (tensor.repeat_interleave(group_size, 1) for tensor in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+    key_positions = torch.arange(len(keys))[None]
+    query_positions = torch.arange(len(keys) - len(query), len(keys))[:, None]
+    is_hidden = key_positions > query_positions
+    if window_left >= 0:
+        is_hidden |= key_positions < query_positions - window_left
+    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 @pytest.mark.parametrize("window", [LayerWindow(), LayerWindow(size=9)])
@@ -198,8 +213,8 @@ class PrefillWrapper:
         page_size,
         **options,
     ):
-        numbers = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        assert {tensor.dtype for tensor in numbers} == {torch.int32}
+        index_tensors = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        assert {tensor.dtype for tensor in index_tensors} == {torch.int32}
         assert options.pop("causal")
         assert options.pop("head_dim_vo") == head_dim_qk == SPEC.key_dim
         assert (num_qo_heads, num_kv_heads) == (SPEC.num_heads, SPEC.num_kv_heads)
@@ -219,9 +234,9 @@ class PrefillWrapper:
 
     def run(self, query, cache):
         keys, values = (tensor.transpose(1, 2) for tensor in cache)
-        most = int(self.step["seqused_k"].max())
+        longest = int(self.step["seqused_k"].max())
         return paged_attention(
-            query, keys, values, self.starts, None, self.max_new, most, **self.step
+            query, keys, values, self.starts, None, self.max_new, longest, **self.step
         )
 
 
@@ -233,7 +248,10 @@ def test_flashinfer_gets_the_blocks_and_lengths_of_the_prefills(monkeypatch, win
     monkeypatch.setattr(PrefillWrapper, "num_plans", 0)
     backend = FlashInferPrefill()
     spec = LayerSpec(4, 2, 16, 16, window)
+
+    # In both situations with prefills, FlashInfer takes half of the time.
     chosen = choose([backend], [2.0, 1.0] * 2, spec)
+
     assert set(chosen) == {(spec, Situation.PROMPT), (spec, Situation.CHUNK)}
     # The choice compares two steps with the reference, and each step is planned once. The fake
     # timer of this test runs no further steps.

@@ -14,14 +14,14 @@ from nereid_backend.attention.layers import LayerSpec, LayerWindow
 
 KINDS = [GpuKVCache, GpuInt8KVCache, GpuFloat8KVCache]
 PLAIN = LayerSpec(2, 1, 16, 16)
-ODD = LayerSpec(4, 2, 24, 10, LayerWindow(size=60), 5.0, True)
+ODD = LayerSpec(4, 2, 24, 10, LayerWindow(size=60), softcap=5.0, has_sinks=True)
 
 
 @pytest.fixture(autouse=True)
 def large_tiles(monkeypatch):
     """Use large tiles, because the interpreter then needs fewer iterations and less time."""
-    cut = Tuning(64, 128, 4, 2)
-    table = {name: [Entry(256, size, cut) for size in (1, 2, 4)] for name in KERNELS}
+    tuning = Tuning(rows=64, tile=128, num_warps=4, num_stages=2)
+    table = {name: [Entry(256, itemsize, tuning) for itemsize in (1, 2, 4)] for name in KERNELS}
     monkeypatch.setattr(gpu_attention, "device_of", lambda device: Device(table))
 
 
@@ -31,53 +31,50 @@ def test_correct_kernels_pass(kind, device):
 
 
 def test_correct_kernels_pass_in_half_precision(device):
-    assert (
-        1e-4
-        < gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 5, torch.bfloat16, device))
-        < 0.015
-    )
+    layer = TrialLayer(GpuKVCache, PLAIN, block_size=5, dtype=torch.bfloat16, device=device)
+    assert 1e-4 < gpu_check.check_kernels(layer) < 0.015
 
 
 def test_the_check_uses_sequences_that_are_long_enough_for_all_branches_of_the_kernels(
     device, monkeypatch
 ):
-    launched = []
-    plain = decode_splits.split_size_and_count
+    numbers_of_splits = []
+    split_size_and_count = decode_splits.split_size_and_count
 
-    def noted(*arguments):
-        launched.append(plain(*arguments))
-        return launched[-1]
+    def record_splits(*arguments):
+        split_size, num_splits = split_size_and_count(*arguments)
+        numbers_of_splits.append(num_splits)
+        return split_size, num_splits
 
-    monkeypatch.setattr(decode_splits, "split_size_and_count", noted)
+    monkeypatch.setattr(decode_splits, "split_size_and_count", record_splits)
     # A large GPU, such as an H100, has 132 multiprocessors.
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
     gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 16, torch.float32, device))
-    (_, num_parts), *_ = launched
-    assert num_parts > 1
+
+    assert numbers_of_splits[0] > 1
     # With at least 128 cached tokens, the kernel also computes a tile of keys without a mask.
-    assert max(cached for cached, _ in gpu_check._STEP.prefills) >= 128
+    assert max(num_cached for num_cached, _ in gpu_check._STEP.prefills) >= 128
 
 
-def break_part(name, monkeypatch):
+def break_kernel(name, monkeypatch):
     """Make the kernel `name` compute wrong results for one sequence or for the last token."""
-    plain = getattr(gpu_attention, name)
+    correct_kernel = getattr(gpu_attention, name)
 
     def store(key, value, call, slots):
-        plain(key * 1.1, value, call, slots)
+        correct_kernel(key * 1.1, value, call, slots)
 
     def decode(query, call, rows, out, tuning):
         # The kernel ignores the last 100 tokens of a sequence, as if the reduction ignored a part.
         rows.lens[0] -= 100
-        plain(query, call, rows, out, tuning)
+        correct_kernel(query, call, rows, out, tuning)
         rows.lens[0] += 100
 
     def prefill(query, call, rows, out, tuning):
-        plain(query, call, rows, out, tuning)
+        correct_kernel(query, call, rows, out, tuning)
         out[-1] *= 1.5
 
-    monkeypatch.setattr(
-        gpu_attention, name, {"store": store, "decode": decode, "prefill": prefill}[name]
-    )
+    wrong_kernels = {"store": store, "decode": decode, "prefill": prefill}
+    monkeypatch.setattr(gpu_attention, name, wrong_kernels[name])
 
 
 @pytest.mark.parametrize(
@@ -85,49 +82,52 @@ def break_part(name, monkeypatch):
     [("store", kind) for kind in KINDS[1:]] + [("decode", GpuKVCache), ("prefill", GpuKVCache)],
 )
 def test_wrong_kernels_are_detected(name, kind, device, monkeypatch):
-    break_part(name, monkeypatch)
+    break_kernel(name, monkeypatch)
     with pytest.raises(gpu_check.KernelError, match=r"differ|stored other keys"):
         gpu_check.check_kernels(TrialLayer(kind, PLAIN, 16, torch.float32, device))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns about NaN
 def test_nan_in_the_output_is_detected(device, monkeypatch):
-    plain = gpu_attention.decode
+    correct_decode = gpu_attention.decode
 
-    def odd(query, call, rows, out, tuning):
-        plain(query, call, rows, out, tuning)
+    def decode_with_nan(query, call, rows, out, tuning):
+        correct_decode(query, call, rows, out, tuning)
         out[1] = float("nan")
 
-    monkeypatch.setattr(gpu_attention, "decode", odd)
+    monkeypatch.setattr(gpu_attention, "decode", decode_with_nan)
     with pytest.raises(gpu_check.KernelError, match="nan"):
         gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 16, torch.float32, device))
 
 
 @pytest.mark.parametrize(
-    ("kind", "plain"),
+    ("kernel_cache", "reference_cache"),
     [(GpuKVCache, KVCache), (GpuInt8KVCache, Int8KVCache), (GpuFloat8KVCache, Float8KVCache)],
 )
 def test_if_the_kernels_fail_the_reference_is_used_and_the_log_gives_the_reason(
-    kind, plain, monkeypatch, caplog
+    kernel_cache, reference_cache, monkeypatch, caplog
 ):
-    tried = []
+    checked_specs = []
 
     def why_unusable(layer):
-        tried.append(layer.spec)
+        checked_specs.append(layer.spec)
         return "out of resources: shared memory" if layer.spec == ODD else None
+
+    def checked_class(cache_class, layers, device):
+        return choose_backend.checked_cache_class(
+            cache_class, layers, block_size=16, dtype=torch.bfloat16, device=device
+        )
 
     monkeypatch.setattr(gpu_check, "why_unusable", why_unusable)
     cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
-    arguments = (16, torch.bfloat16)
-    assert (
-        choose_backend.checked_cache_class(kind, [PLAIN, PLAIN, ODD, PLAIN], *arguments, cuda)
-        is plain
-    )
-    assert tried == [PLAIN, ODD]
+
+    assert checked_class(kernel_cache, [PLAIN, PLAIN, ODD, PLAIN], cuda) is reference_cache
+    assert checked_specs == [PLAIN, ODD]
     assert "shared memory" in caplog.text
-    assert choose_backend.checked_cache_class(kind, [PLAIN], *arguments, cuda) is kind
-    assert choose_backend.checked_cache_class(KVCache, [ODD], *arguments, cuda) is KVCache
-    assert choose_backend.checked_cache_class(kind, [ODD], *arguments, cpu) is kind
+    assert checked_class(kernel_cache, [PLAIN], cuda) is kernel_cache
+    # The reference's class has no kernels, and on a CPU the kernels are not checked.
+    assert checked_class(KVCache, [ODD], cuda) is KVCache
+    assert checked_class(kernel_cache, [ODD], cpu) is kernel_cache
 
 
 def test_a_failure_of_the_compiler_is_a_reason_not_an_error(device, monkeypatch):

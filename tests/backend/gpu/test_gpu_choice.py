@@ -31,9 +31,21 @@ def rows_of(*bounds):
     """Return groups of sequences in the decode phase.
 
     Each group is a pair: the number of sequences, and the length of the longest sequence in tokens.
+    The tensors contain no numbers, because the division into parts does not read them.
     """
-    nothing = torch.zeros(1, dtype=torch.int64)
-    return DecodeRows(sum(c for c, _ in bounds), list(bounds), *[nothing] * 4)
+    unused = torch.zeros(1, dtype=torch.int64)
+    num_sequences = sum(group_size for group_size, _ in bounds)
+    return DecodeRows(
+        num_sequences, list(bounds), table=unused, table_starts=unused, tokens=unused, lens=unused
+    )
+
+
+def split(rows, window, *, programs=8, tile=64):
+    """Return the size of a part in tokens, and the number of parts of the longest sequence.
+
+    `programs` programs compute each part of a sequence. A part consists of tiles of `tile` tokens.
+    """
+    return decode_splits.split_size_and_count(rows, window, programs, tile, CPU)
 
 
 def test_the_cache_class_determines_the_name_of_the_attention_and_subclasses_inherit_it():
@@ -47,20 +59,17 @@ def test_the_cache_class_determines_the_name_of_the_attention_and_subclasses_inh
     assert names == ["reference", "native", "triton-language", "triton-language"]
 
 
-def test_8_bit_caches_have_a_class_for_each_device():
-    assert (
-        choose_backend.rounded_cache_class(gpu_attention.GpuKVCache, "int8")
-        is gpu_attention.GpuInt8KVCache
-    )
-    assert (
-        choose_backend.rounded_cache_class(gpu_attention.GpuKVCache, "fp8")
-        is gpu_attention.GpuFloat8KVCache
-    )
-    assert (
-        choose_backend.rounded_cache_class(gpu_attention.GpuKVCache, "auto")
-        is gpu_attention.GpuKVCache
-    )
-    assert choose_backend.rounded_cache_class(CpuKVCache, "int8") is CpuInt8KVCache
+@pytest.mark.parametrize(
+    ("cache_class", "kv_cache_dtype", "expected_class"),
+    [
+        (gpu_attention.GpuKVCache, "int8", gpu_attention.GpuInt8KVCache),
+        (gpu_attention.GpuKVCache, "fp8", gpu_attention.GpuFloat8KVCache),
+        (gpu_attention.GpuKVCache, "auto", gpu_attention.GpuKVCache),
+        (CpuKVCache, "int8", CpuInt8KVCache),
+    ],
+)
+def test_8_bit_caches_have_a_class_for_each_device(cache_class, kv_cache_dtype, expected_class):
+    assert choose_backend.rounded_cache_class(cache_class, kv_cache_dtype) is expected_class
 
 
 def test_a_gpu_without_kernels_for_the_dtype_uses_the_reference_cache_and_logs_the_reason(caplog):
@@ -78,31 +87,24 @@ def test_the_kernels_need_a_gpu_with_asynchronous_copies(monkeypatch, capability
 
 def test_few_long_sequences_are_divided_into_parts_and_many_are_not(monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
-    tokens, parts = decode_splits.split_size_and_count(
-        rows_of((1, 32768)), LayerWindow(), 8, 64, CPU
-    )
-    assert parts > 30
-    assert tokens * parts >= 32768
-    assert (
-        decode_splits.split_size_and_count(rows_of((256, 1024)), LayerWindow(), 8, 64, CPU)[1] <= 2
-    )
+    part_size, num_parts = split(rows_of((1, 32768)), LayerWindow())
+    assert num_parts > 30
+    assert part_size * num_parts >= 32768
+    _, num_parts = split(rows_of((256, 1024)), LayerWindow())
+    assert num_parts <= 2
 
 
 def test_a_window_bounds_the_number_of_parts(monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
-    tokens, parts = decode_splits.split_size_and_count(
-        rows_of((1, 100_000)), LayerWindow(size=512), 8, 64, CPU
-    )
+    part_size, num_parts = split(rows_of((1, 100_000)), LayerWindow(size=512))
     # The first token of the window can be anywhere in its tile of 64 tokens.
-    assert 512 + 64 <= tokens * parts <= 1024
+    assert 512 + 64 <= part_size * num_parts <= 1024
 
 
 def test_a_sequence_never_has_more_parts_than_the_reduction_supports(monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 10_000)
-    assert (
-        decode_splits.split_size_and_count(rows_of((1, 1_000_000)), LayerWindow(), 1, 16, CPU)[1]
-        <= 128
-    )
+    _, num_parts = split(rows_of((1, 1_000_000)), LayerWindow(), programs=1, tile=16)
+    assert num_parts <= 128
 
 
 def test_a_step_without_tokens_of_a_kind_has_no_rows_for_it():
@@ -111,16 +113,22 @@ def test_a_step_without_tokens_of_a_kind_has_no_rows_for_it():
 
 
 def test_a_table_that_was_written_is_read_again(tmp_path):
+    decode = Tuning(rows=16, tile=128, num_warps=8, num_stages=5)
+    small_prefill = Tuning(rows=128, tile=128, num_warps=8, num_stages=3)
+    large_prefill = Tuning(rows=64, tile=32, num_warps=4, num_stages=2)
+    # An entry is valid for heads up to a size, and for one number of bytes of a number.
     table = {
-        "decode": [Entry(128, 2, Tuning(16, 128, 8, 5))],
-        "prefill": [Entry(256, 2, Tuning(64, 32, 4, 2)), Entry(64, 2, Tuning(128, 128, 8, 3))],
+        "decode": [Entry(128, 2, decode)],
+        "prefill": [Entry(256, 2, large_prefill), Entry(64, 2, small_prefill)],
     }
+
     path = write_table("NVIDIA H200", table, {"date": "today"}, tmp_path)
-    assert path.name == "nvidia-h200.json"
     device = Device(table_of("NVIDIA H200", tmp_path))
-    assert device.tuning("decode", 100, 2) == Tuning(16, 128, 8, 5)
-    assert device.tuning("prefill", 64, 2) == Tuning(128, 128, 8, 3)
-    assert device.tuning("prefill", 80, 2) == Tuning(64, 32, 4, 2)
+
+    assert path.name == "nvidia-h200.json"
+    assert device.tuning("decode", 100, 2) == decode
+    assert device.tuning("prefill", 64, 2) == small_prefill
+    assert device.tuning("prefill", 80, 2) == large_prefill
     assert device.tuning("decode", 192, 2) == default_tuning("decode", 192, 2)
     assert device.tuning("decode", 128, 4) == default_tuning("decode", 128, 4)
 

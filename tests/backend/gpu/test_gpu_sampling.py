@@ -32,31 +32,31 @@ FILTERS = {
 }
 
 
-def rows_of(name, count, vocab_size, seed=0):
-    """Return `count` rows of logits of the kind `name` (see `KINDS`).
+def rows_of(kind, count, vocab_size, seed=0):
+    """Return `count` rows of logits of one of the `KINDS`.
 
     In the kind "text", few tokens are likely, as in the logits of a language model. The other kinds
     test the limits of the kernel's search for the smallest logit that remains.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, vocab_size, generator=generator)
-    if name == "text":
+    if kind == "text":
         return logits * 3
-    if name == "wide":
+    if kind == "wide":
         return logits * 30
-    if name == "flat":
+    if kind == "flat":
         return torch.zeros(count, vocab_size)
-    if name == "one-hot":
-        return torch.full((count, vocab_size), -200.0).index_fill_(
-            1, torch.tensor([vocab_size // 2]), 5.0
-        )
-    if name == "ties":
+    if kind == "one-hot":
+        logits = torch.full((count, vocab_size), -200.0)
+        logits[:, vocab_size // 2] = 5.0
+        return logits
+    if kind == "ties":
         return (logits * 2).round()
-    if name == "masked":
-        hidden = torch.rand(count, vocab_size, generator=generator) < 0.9
-        hidden[:, 0] = False
-        return (logits * 3).masked_fill(hidden, float("-inf"))
-    assert name == "neighbours"
+    if kind == "masked":
+        is_masked = torch.rand(count, vocab_size, generator=generator) < 0.9
+        is_masked[:, 0] = False
+        return (logits * 3).masked_fill(is_masked, float("-inf"))
+    assert kind == "neighbours"
     # Neighbouring logits are neighbouring numbers of float32.
     steps = torch.randperm(vocab_size, generator=generator)
     return (torch.tensor(8.0).view(torch.int32) - steps.int()).view(torch.float32).repeat(count, 1)
@@ -66,20 +66,26 @@ KINDS = ["text", "wide", "flat", "one-hot", "ties", "masked", "neighbours"]
 
 
 def check(logits, settings, device, raw=None):
-    """Compare the kernel with the reference, and return the sampled token ids."""
+    """Compare the kernel with the reference, and return the sampled token ids.
+
+    The argument `raw` contains the logits before masks and penalties. By default, it is `logits`.
+    """
     raw = logits if raw is None else raw
-    on_device = logits.to(device)
-    own = on_device if raw is logits else raw.to(device)
-    token_ids, logprobs, has_allowed = gpu_sampling.sample(on_device, own, settings)
-    expected_ids, expected_logprobs, expected_left = reference.sample(logits, raw, settings)
+    logits_on_device = logits.to(device)
+    raw_on_device = logits_on_device if raw is logits else raw.to(device)
+    token_ids, logprobs, has_allowed = gpu_sampling.sample(
+        logits_on_device, raw_on_device, settings
+    )
+    expected_ids, expected_logprobs, expected_has_allowed = reference.sample(logits, raw, settings)
     if device.type == "cpu":
         assert token_ids.tolist() == expected_ids
-        assert has_allowed.tolist() == expected_left
+        assert has_allowed.tolist() == expected_has_allowed
         torch.testing.assert_close(logprobs, expected_logprobs, equal_nan=True)
     else:
         # The exponential function of a GPU differs in the last bits. This changes few tokens.
-        differing = sum(a != b for a, b in zip(token_ids.tolist(), expected_ids, strict=True))
-        assert differing <= max(1, len(expected_ids) // 50)
+        pairs = zip(token_ids.tolist(), expected_ids, strict=True)
+        num_different = sum(token != expected for token, expected in pairs)
+        assert num_different <= max(1, len(expected_ids) // 50)
     return token_ids.cpu()
 
 
@@ -95,14 +101,13 @@ def test_every_filter_samples_the_token_of_the_reference_for_every_kind_of_row(
     kind, vocab_size, device
 ):
     random = np.random.default_rng(0)
-    settings = settings_of(
-        *(
-            (temperature, top_p, min(top_k, vocab_size), min_p, random.random())
-            for top_p, top_k, min_p in FILTERS.values()
-            for temperature in ((0.0, 0.7) if top_k == 1 else (0.7,))
-        )
-    )
-    check(rows_of(kind, settings.shape[1], vocab_size), settings, device)
+    rows = []
+    for top_p, top_k, min_p in FILTERS.values():
+        # With top_k=1, greedy sampling must select the same token.
+        for temperature in (0.0, 0.7) if top_k == 1 else (0.7,):
+            rows.append((temperature, top_p, min(top_k, vocab_size), min_p, random.random()))
+    settings = settings_of(*rows)
+    check(rows_of(kind, len(rows), vocab_size), settings, device)
 
 
 @pytest.mark.parametrize("kind", ["text", "flat", "masked"])
@@ -116,12 +121,15 @@ def test_the_limits_of_the_random_number_select_the_first_and_the_last_remaining
     uniform, device
 ):
     logits = rows_of("masked", 1, 9000)
-    token_ids = check(logits, settings_of((1.0, 1.0, 0, 0.0, uniform)), device)
-    kept = (logits[0] > float("-inf")).nonzero().flatten().tolist()
+    settings = settings_of((1.0, 1.0, 0, 0.0, uniform))
+
+    token_ids = check(logits, settings, device)
+
+    remaining_tokens = (logits[0] > float("-inf")).nonzero().flatten().tolist()
     if uniform < 1e-9:
-        assert token_ids[0] == kept[0]
+        assert token_ids[0] == remaining_tokens[0]
     if uniform > 0.9:
-        assert token_ids[0] == kept[-1]
+        assert token_ids[0] == remaining_tokens[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -146,12 +154,15 @@ def test_rows_without_a_valid_token_are_reported_and_do_not_affect_other_rows(de
     logits[:3] = raw[:3]
     logits[3] = float("-inf")  # No token is allowed.
     settings = settings_of(*[(1.0, 0.9, 0, 0.0, 0.5)] * 5, (0.0, 1.0, 0, 0.0, 0.5))
+
     token_ids, logprobs, has_allowed = gpu_sampling.sample(
         logits.to(device), raw.to(device), settings
     )
+
     assert logprobs.isfinite().tolist() == [False] * 3 + [True] * 3
     assert has_allowed[3:].tolist() == [False, True, True]
     assert ((token_ids >= 0) & (token_ids < 900)).all()
+    # The last two rows have valid tokens.
     check(logits[4:], settings[:, 4:].copy(), device)
 
 
@@ -164,35 +175,39 @@ def test_logits_that_are_views_are_sampled_correctly(device):
 @pytest.mark.parametrize("name", sampled(["none", "top_p", "top_k", "min_p", "all"], "none", "all"))
 def test_the_kernel_and_the_sampler_differ_rarely(name, device):
     top_p, top_k, min_p = FILTERS[name]
-    random = np.random.default_rng(1)
-    count, vocab_size = 12, 2000
+    vocab_size = 2000
     top_k = min(top_k, vocab_size)
-    uniform = random.random(count)
-    logits = torch.cat([rows_of(kind, count // 6, vocab_size, 2) for kind in KINDS[:6]])
-    settings = settings_of(*((0.8, top_p, top_k, min_p, u) for u in uniform))
-    found, _, _ = gpu_sampling.sample(logits.to(device), logits.to(device), settings)
+    # There are two rows of each kind, except of the last kind.
+    logits = torch.cat([rows_of(kind, 2, vocab_size, seed=2) for kind in KINDS[:6]])
+    num_rows = len(logits)
+    uniform = np.random.default_rng(1).random(num_rows)
+
+    settings = settings_of(*((0.8, top_p, top_k, min_p, number) for number in uniform))
+    kernel_tokens, _, _ = gpu_sampling.sample(logits.to(device), logits.to(device), settings)
     batch = random_sampling.SamplingBatch(
-        np.full(count, 0.8, dtype=np.float32),
-        np.full(count, top_p, dtype=np.float32),
-        np.full(count, top_k, dtype=np.int64),
-        np.full(count, min_p, dtype=np.float32),
+        np.full(num_rows, 0.8, dtype=np.float32),
+        np.full(num_rows, top_p, dtype=np.float32),
+        np.full(num_rows, top_k, dtype=np.int64),
+        np.full(num_rows, min_p, dtype=np.float32),
         uniform,
     )
-    assert (found.cpu() != random_sampling.sample_rows(logits, batch)).sum() <= 1
+    sampler_tokens = random_sampling.sample_rows(logits, batch)
+
+    assert (kernel_tokens.cpu() != sampler_tokens).sum() <= 1
 
 
 def test_the_comparison_at_load_accepts_a_correct_kernel_and_rejects_a_wrong_one(
     device, monkeypatch
 ):
     assert gpu_sampling.num_wrong_rows(device) == 0
-    plain = gpu_sampling.sample
+    correct_sample = gpu_sampling.sample
 
-    def wrong(logits, raw, settings):
+    def sample_without_top_p(logits, raw, settings):
         settings = settings.copy()
-        settings[1] = 1.0  # The wrong kernel ignores top_p.
-        return plain(logits, raw, settings)
+        settings[1] = 1.0  # top_p
+        return correct_sample(logits, raw, settings)
 
-    monkeypatch.setattr(gpu_sampling, "sample", wrong)
+    monkeypatch.setattr(gpu_sampling, "sample", sample_without_top_p)
     # The check detects the missing top_p even in shorter rows, which take a sixth of the time.
     monkeypatch.setattr(gpu_sampling, "_CHECKED_VOCAB_SIZE", 1500)
     assert "differ from the reference" in gpu_sampling.why_unusable(device)
@@ -208,10 +223,11 @@ def test_a_kernel_that_fails_to_run_is_a_reason_not_an_error(device, monkeypatch
     gpu_sampling.why_unusable.cache_clear()
 
 
-def positions_of(*params):
+def positions_of(*all_params):
+    """Return the position of a new request for each of the sampling parameters."""
     positions = []
-    for number, some in enumerate(params):
-        sequence = Sequence(str(number), [1, 2, 3], some, max_total_tokens=99)
+    for number, params in enumerate(all_params):
+        sequence = Sequence(str(number), [1, 2, 3], params, max_total_tokens=99)
         sequence.seed = number
         positions.append(Position(sequence, []))
     return positions
@@ -227,28 +243,31 @@ def test_a_sampler_with_the_kernel_returns_the_results_of_a_sampler_without_it(d
         SamplingParams(allowed_token_ids=[4, 7]),
     ]
     logits = rows_of("text", len(params), 600).to(device)
-    found, expected = (
+
+    with_kernel, without_kernel = (
         sampler.Sampler(has_kernel=has_kernel).sample(logits, positions_of(*params))
         for has_kernel in (True, False)
     )
-    assert found.token_ids == expected.token_ids
-    assert found.token_ids[4] == 5
-    assert found.token_ids[5] in (4, 7)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
-    assert set(found.top) == {1, 4}
-    assert found.top[1].token_ids == expected.top[1].token_ids
-    assert not found.errors
+
+    assert with_kernel.token_ids == without_kernel.token_ids
+    assert with_kernel.token_ids[4] == 5
+    assert with_kernel.token_ids[5] in (4, 7)
+    torch.testing.assert_close(with_kernel.logprobs, without_kernel.logprobs, atol=1e-5, rtol=0)
+    # Only the requests 1 and 4 asked for the likeliest tokens.
+    assert set(with_kernel.top) == {1, 4}
+    assert with_kernel.top[1].token_ids == without_kernel.top[1].token_ids
+    assert not with_kernel.errors
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns about NaN
 def test_a_sampler_with_the_kernel_reports_the_rows_without_a_token(device):
     logits = rows_of("text", 3, 600)
     logits[0, 7] = float("nan")
-    nothing = SamplingParams(allowed_token_ids=[4], bad_words_token_ids=[[4]])
-    positions = positions_of(SamplingParams(), SamplingParams(), nothing)
-    found = sampler.Sampler(has_kernel=True).sample(logits.to(device), positions)
-    assert found.errors[0] == sampler.NOT_FINITE
-    assert set(found.errors) == {0, 2}
+    contradiction = SamplingParams(allowed_token_ids=[4], bad_words_token_ids=[[4]])
+    positions = positions_of(SamplingParams(), SamplingParams(), contradiction)
+    result = sampler.Sampler(has_kernel=True).sample(logits.to(device), positions)
+    assert result.errors[0] == sampler.NOT_FINITE
+    assert set(result.errors) == {0, 2}
 
 
 @pytest.mark.parametrize(
@@ -256,16 +275,16 @@ def test_a_sampler_with_the_kernel_reports_the_rows_without_a_token(device):
 )
 def test_the_setting_enables_the_kernel_on_a_gpu_if_the_comparison_passes(reason, monkeypatch):
     monkeypatch.setattr(gpu_sampling, "why_unusable", lambda device: reason)
-    said = []
+    reported_lines = []
 
     def has_kernel(device, *, wanted):
         config = EngineConfig("/model", sampling_kernel=wanted)
         threads = CpuThreads(1, 1, lambda: None)
         checkpoint = SimpleNamespace(device=torch.device(device), vocab_size=16)
-        runner = startup._make_runner(config, checkpoint, None, threads, said.append)
+        runner = startup._make_runner(config, checkpoint, None, threads, reported_lines.append)
         return runner._sampler.has_kernel
 
     assert has_kernel("cuda:0", wanted=True) == (reason is None)
     assert not has_kernel("cuda:0", wanted=False)
     assert not has_kernel("cpu", wanted=True)
-    assert said == ([] if reason is None else [f"sampling_kernel: off, because {reason}"])
+    assert reported_lines == ([] if reason is None else [f"sampling_kernel: off, because {reason}"])

@@ -8,20 +8,27 @@ from backend.lora.adapter_writer import linear_layers, write_adapter
 NAMES = ("", "wide", "narrow")
 
 
-def answer_mixed(engine, names=NAMES, *, checks=True):
-    """Answer each prompt with each adapter, all at the same time. Return the tokens."""
-    for number, prompt in enumerate(PROMPTS):
+def answer_mixed(engine, names=NAMES, *, check_blocks=True):
+    """Answer each prompt with each adapter, all at the same time.
+
+    If `check_blocks` is true, check after each step that all used blocks belong to requests.
+
+    Returns:
+        For each adapter, the tokens of each prompt's answer.
+    """
+    for index, prompt in enumerate(PROMPTS):
         for name in names:
             params = dataclasses.replace(PARAMS, lora_name=name)
-            engine.add_request(f"{number} {name}", prompt, params)
+            engine.add_request(f"{index} {name}", prompt, params)
+
     answers = {}
     while engine.has_work():
         for update in engine.step():
             assert update.error is None
             answers.setdefault(update.request_id, []).extend(update.new_token_ids)
-        if checks:
+        if check_blocks:
             engine.check()
-    return [[answers[f"{number} {name}"] for number in range(len(PROMPTS))] for name in names]
+    return [[answers[f"{index} {name}"] for index in range(len(PROMPTS))] for name in names]
 
 
 def write_both(folder, model):

@@ -17,8 +17,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from nereid_backend.linear.native_adapters import AdapterWeights, LayerPair
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
+# The part of a layer's name that is equal in all versions of transformers.
+_DECODER_LAYER = re.compile(r"\.layers\.\d+\..+")
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 # The settings that adapter_config.json may contain. Settings that describe only the training are
 # ignored.
@@ -350,7 +353,12 @@ def _convert_weights(
     """
     weights: dict[str, LayerPair] = {}
     for layer_name, matrices in _matrices_by_layer(file, tensors).items():
-        problem = _describe_misfit(matrices, layers.get(layer_name))
+        sizes = layers.get(layer_name)
+        problem = (
+            _describe_unknown_layer(layer_name, layers)
+            if sizes is None
+            else _describe_misfit(matrices, sizes)
+        )
         if problem is not None:
             raise ModelError(f"{file}: {layer_name}: {problem}")
         lora_a = matrices["A"].to(model_weight)
@@ -428,18 +436,39 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
     return matrices
 
 
-def _describe_misfit(matrices: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
+def _describe_unknown_layer(layer_name: str, layers: Iterable[str]) -> str:
+    """Return the reason why a layer of an adapter is unknown, and a remedy.
+
+    Versions of transformers have different names for the layers of some models. Example:
+    "language_model.model.layers.0.mlp.up_proj" became "model.language_model.layers.0.mlp.up_proj".
+
+    Args:
+        layer_name: the name of the layer in the adapter.
+        layers: the names of the model's layers that an adapter can change.
+    """
+    name_in_decoder = _DECODER_LAYER.search(layer_name)
+    if name_in_decoder is not None:
+        for other in layers:
+            if other.endswith(name_in_decoder[0]):
+                return (
+                    f"the model has no such layer, but has the layer {other}. The adapter may be "
+                    "from another version of transformers. Rename the tensors of the adapter, or "
+                    f"train it with the installed version {version('transformers')}."
+                )
+    return (
+        "the model has no such linear layer, or the layer cannot have an adapter. Only layers that "
+        "compute every token of a step can have one. Merge the adapter into the model, or train it "
+        "without this layer."
+    )
+
+
+def _describe_misfit(matrices: dict[str, Tensor], sizes: LayerSizes) -> str | None:
     """Return the reason why the matrices of an adapter do not fit a layer; None if they fit.
 
     Args:
         matrices: the matrices lora_A (key "A") and lora_B (key "B") of the layer.
-        sizes: the sizes of the model's layer; None if an adapter cannot change this layer.
+        sizes: the sizes of the model's layer.
     """
-    if sizes is None:
-        return (
-            "the model has no such linear layer, or the layer cannot have an adapter. Only layers "
-            "that compute every token of a step can have one."
-        )
     for letter in ("A", "B"):
         if letter not in matrices:
             return f"the matrix lora_{letter} is missing."

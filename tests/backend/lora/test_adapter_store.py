@@ -192,7 +192,14 @@ _Q = "base_model.model.model.layers.0.self_attn.q_proj"
                 "base_model.model.lm_head.lora_A.weight": (4, 64),
                 "base_model.model.lm_head.lora_B.weight": (320, 4),
             },
-            "lm_head: the model has no such linear layer",
+            "lm_head: the model has no such linear layer.* Merge the adapter into the model",
+        ),
+        (
+            {
+                "base_model.model.language_model.model.layers.0.mlp.up_proj.lora_A.weight": (4, 64),
+                "base_model.model.language_model.model.layers.0.mlp.up_proj.lora_B.weight": (96, 4),
+            },
+            r"but has the layer model\.layers\.0\.mlp\.up_proj\. .* Rename the tensors",
         ),
     ],
 )

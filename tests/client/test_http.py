@@ -55,11 +55,12 @@ async def test_another_models_page_is_a_404_also_with_a_slash_in_its_name(connec
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/health/ready"])
-async def test_health_follows_the_server(connect, backend, path):
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_health_follows_the_server(connect, backend, path, method):
     async with connect() as client:
-        assert (await client.get(path)).status_code == 200
+        assert (await client.request(method, path)).status_code == 200
         backend.is_up = False
-        response = await client.get(path)
+        response = await client.request(method, path)
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
 

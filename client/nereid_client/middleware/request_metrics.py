@@ -179,13 +179,14 @@ class CountRequests:
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         """Count a request whose response has ended, and log the request.
 
-        A successful GET request is not logged, because monitoring systems send many of them.
+        A successful GET or HEAD request is not logged, because monitoring systems send many of
+        them.
         """
         route = self._path(scope)
         state = scope.get("state", {})
         self._metrics.count_request(route, status, duration_s)
         self._metrics.count_client_request(state.get("client", ""), status)
-        if scope["method"] == "GET" and status < 400:
+        if scope["method"] in ("GET", "HEAD") and status < 400:
             return
         facts = {"route": route, "status": status, "duration_s": round(duration_s, 3)}
         ids = {name: state[name] for name in REQUEST_FIELDS if state.get(name)}

@@ -1,4 +1,7 @@
-"""GET /health, /health/ready, /ping and /version."""
+"""GET /health, /health/ready, /ping and /version.
+
+The first three paths also allow HEAD, which programs such as `wget --spider` send.
+"""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -10,6 +13,8 @@ from nereid_client.request_context import context_of
 router = APIRouter(tags=["Operation"])
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/ping", include_in_schema=False)
 @router.get("/health", summary="Check whether the server is alive")
 @router.get("/ping", summary="Check whether the server is alive (Amazon SageMaker's path)")
 async def health(request: Request) -> JSONResponse:
@@ -18,6 +23,7 @@ async def health(request: Request) -> JSONResponse:
     return _response(None if is_live else "the Triton server does not answer")
 
 
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready", summary="Check whether the server accepts requests")
 async def ready(request: Request) -> JSONResponse:
     """Return 200 if the language model is loaded, else 503.

@@ -142,12 +142,16 @@ class EmbeddingRequest(EmbeddingOptions):
     """The type of the numbers in the vectors (Mistral, Voyage). `int8` and `uint8` scale each
     vector, and keep only its cosine similarities. `binary` and `ubinary` have one bit for each
     number."""
-    embedding_type: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = None
-    """Jina's name of output_dtype."""
+    embedding_type: Literal["float", "base64", "int8", "uint8", "binary", "ubinary"] | None = None
+    """Jina's name of output_dtype. `base64` has the meaning of `encoding_format: "base64"`."""
     output_dimension: Annotated[int, Field(ge=1)] | None = None
     """Mistral's and Voyage's name of dimensions."""
     input_type: str | None = None
     """`query` or `passage` selects the checkpoint's prompt of this name, if there is one (NIM)."""
+    use_activation: bool | None = None
+    """vLLM's newer name of normalize."""
+    normalized: bool | None = None
+    """Jina's name of normalize."""
 
     @model_validator(mode="after")
     def _check_dimensions(self) -> Self:
@@ -170,15 +174,21 @@ class EmbeddingRequest(EmbeddingOptions):
 
     def options(self) -> dict[str, Any]:
         """Return the JSON object for the input `options` of the model `embedding`."""
-        return {**super().options(), "dimensions": self.dimensions or self.output_dimension}
+        given = (self.normalize, self.use_activation, self.normalized)
+        return {
+            **super().options(),
+            "dimensions": self.dimensions or self.output_dimension,
+            "normalize": next((value for value in given if value is not None), None),
+        }
 
     @property
     def vector_type(self) -> str:
         """The type of the returned vectors, such as "float", "base64", "int8" or "int8 base64"."""
-        given = self.output_dtype or self.embedding_type
-        if given in (None, "float"):
-            return self.encoding_format or "float"
-        return f"{given} base64" if self.encoding_format == "base64" else str(given)
+        given = self.output_dtype or self.embedding_type or "float"
+        is_base64 = "base64" in (given, self.encoding_format)
+        if given in ("float", "base64"):
+            return "base64" if is_base64 else "float"
+        return f"{given} base64" if is_base64 else given
 
     def options_for(self, prompts: Iterable[str]) -> dict[str, Any]:
         """Return the JSON object for the input `options` of the model `embedding`.
@@ -212,7 +222,8 @@ class VectorsRequest(EmbeddingRequest):
     """Whether to return one vector for each text or one for each token, or the probabilities of
     labels for each text or for each token. By default, the model determines the task."""
     use_activation: bool | None = None
-    """False returns logits instead of probabilities."""
+    """With a classifier, false returns logits instead of probabilities. With an embedding model,
+    this is another name of normalize."""
 
     @property
     def classifier_options(self) -> dict[str, Any]:

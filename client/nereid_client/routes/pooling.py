@@ -53,7 +53,7 @@ async def pooling(request: Request) -> Response:
         else:
             rows = list(outputs.arrays["probabilities"])
     else:
-        options = body.options() | {"kind": output_kind}
+        options = body.options_for(served.info.get("prompts") or {}) | {"kind": output_kind}
         outputs = await call_model(request, served, body.model_inputs, options)
         rows = vectors_of(outputs)
     members = envelope("pool", request_id_of(request), served.name)

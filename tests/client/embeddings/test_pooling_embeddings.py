@@ -67,8 +67,16 @@ async def test_a_model_of_a_file_has_the_name_of_its_table(ask, monkeypatch):
     assert answer.json()["model"] == "поиск"
 
 
-async def test_base64_holds_little_endian_floats(ask):
-    answer = await ask("/v1/embeddings", input=["abc", "d"], encoding_format="base64")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"encoding_format": "base64"},
+        {"embedding_type": "base64"},
+        {"encoding_format": "base64", "embedding_type": "base64"},
+    ],
+)
+async def test_base64_holds_little_endian_floats(ask, fields):
+    answer = await ask("/v1/embeddings", input=["abc", "d"], **fields)
     rows = [base64.b64decode(item["embedding"]) for item in answer.json()["data"]]
     assert [np.frombuffer(row, dtype="<f4").tolist() for row in rows] == [
         vector("abc"),
@@ -101,6 +109,13 @@ async def test_options_reach_the_model(ask, pooling):
         "prompt_name": "query",
         "truncate": True,
     }
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+@pytest.mark.parametrize("name", ["use_activation", "normalized"])
+async def test_names_of_vllm_and_jina_turn_normalization_off(ask, pooling, path, name):
+    await ask(path, input="abc", **{name: False})
+    assert pooling.calls[0].options["normalize"] is False
 
 
 async def test_an_instruction_is_a_prompt_and_minus_one_truncates(ask, pooling):
@@ -486,6 +501,7 @@ async def test_cohere_gets_bytes_too(ask):
     assert unsigned == [number + 128 for number in signed]
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
 @pytest.mark.parametrize(
     ("fields", "prompt", "truncate"),
     [
@@ -496,9 +512,9 @@ async def test_cohere_gets_bytes_too(ask):
     ],
 )
 async def test_the_fields_of_nim_select_the_prompt_and_the_truncation(
-    ask, pooling, fields, prompt, truncate
+    ask, pooling, path, fields, prompt, truncate
 ):
-    assert (await ask("/v1/embeddings", input="abc", **fields)).status_code == 200
+    assert (await ask(path, input="abc", **fields)).status_code == 200
     options = pooling.calls[-1].options
     assert (options.get("prompt_name"), options.get("truncate")) == (prompt, truncate)
 

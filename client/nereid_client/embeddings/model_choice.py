@@ -22,6 +22,7 @@ from nereid_client.errors import ApiError, BackendError
 from nereid_client.language_model.adapters import current_adapter
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.embedding_requests import ModelInputs
+from nereid_client.protocol.rerank_requests import ScoringRequest
 from nereid_client.request_context import (
     Context,
     Contexts,
@@ -269,6 +270,16 @@ def refuse_truncation_below_model_limit(served: ServedModel, name: str, value: i
             "out.",
             param=name,
         )
+
+
+def refuse_token_limits_below_model_limit(served: ServedModel, body: ScoringRequest) -> None:
+    """Check that the fields `max_tokens_per_doc` and `max_tokens_per_query` are large enough.
+
+    Raises: ApiError 400. See `refuse_truncation_below_model_limit`.
+    """
+    for name in ("max_tokens_per_doc", "max_tokens_per_query"):
+        # 0 means that the client sets no limit, as in vLLM, whose default is 0.
+        refuse_truncation_below_model_limit(served, name, getattr(body, name) or None)
 
 
 async def call_model(

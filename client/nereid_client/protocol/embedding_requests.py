@@ -89,6 +89,20 @@ class PoolingRequest(RequestBody):
         return self.truncate == "END" if isinstance(self.truncate, str) else self.truncate
 
 
+class RequestWithParameters(PoolingRequest):
+    """A request whose fields can also be members of the object `parameters`."""
+
+    parameters: dict[str, Any] | None = None
+    """An object with further fields of the request, such as `{"truncate": true}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_parameters(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Add the members of `parameters` to the body. Fields of the body take precedence."""
+        parameters = body.get("parameters")
+        return {**parameters, **body} if isinstance(parameters, dict) else body
+
+
 class EmbeddingOptions(PoolingRequest):
     """The fields that all embedding requests have in common."""
 

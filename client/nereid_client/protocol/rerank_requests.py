@@ -12,14 +12,38 @@ from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
 from nereid_client.protocol.content_parts import content_part, refuse_videos_and_audio
-from nereid_client.protocol.embedding_requests import ModelInputs, PoolingRequest
+from nereid_client.protocol.embedding_requests import (
+    ModelInputs,
+    PoolingRequest,
+    RequestWithParameters,
+)
 from nereid_client.protocol.request_body import RequestBody
 
 Document = str | dict[str, str]
 """A document: a text, or an image as `{"image": ...}`."""
 
 
-class RerankRequest(PoolingRequest):
+class ScoringRequest(PoolingRequest):
+    """The fields that rerank and score requests have in common."""
+
+    use_activation: bool | None = None
+    """False returns scores without the activation function (vLLM)."""
+    instruction: str | None = None
+    """The instruction of a reranker that reads one, such as "Judge the relevance of the text"."""
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
+    """The number of tokens at which a text is cut. Only the model's limit and larger values are
+    supported. 0 means no limit (vLLM)."""
+    max_tokens_per_query: Annotated[int, Field(ge=0)] | None = None
+    """The number of tokens at which a text is cut. Only the model's limit and larger values are
+    supported. 0 means no limit (vLLM)."""
+
+    @property
+    def truncates(self) -> bool | None:
+        """Whether the server truncates texts that are too long. None means the server's default."""
+        return bool(self.max_tokens_per_doc or self.max_tokens_per_query) or super().truncates
+
+
+class RerankRequest(ScoringRequest):
     """The body of a rerank request. In TEI's format, the field `texts` contains the documents."""
 
     query: Any = Field(...)
@@ -40,18 +64,8 @@ class RerankRequest(PoolingRequest):
     """TEI's name of return_documents."""
     raw_scores: bool | None = None
     """Whether scores are returned without the activation function (TEI)."""
-    use_activation: bool | None = None
-    """False returns scores without the activation function (vLLM)."""
-    instruction: str | None = None
-    """The instruction of a reranker that reads one, such as "Judge the relevance of the text"."""
     instruct: str | None = None
     """Another name of instruction."""
-    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
-    """The number of tokens at which a text is cut. Only the model's limit and larger values are
-    supported. 0 means no limit (vLLM)."""
-    max_tokens_per_query: Annotated[int, Field(ge=0)] | None = None
-    """The number of tokens at which a text is cut. Only the model's limit and larger values are
-    supported. 0 means no limit (vLLM)."""
     format: Literal["jina", "cohere", "sglang", "tei"] | None = None
     """The format of the response. The default depends on the route."""
 
@@ -103,8 +117,7 @@ class RerankRequest(PoolingRequest):
         return {
             "activation": "none" if is_raw else None,
             "instruction": self.instruction or self.instruct,
-            "truncate": bool(self.max_tokens_per_doc or self.max_tokens_per_query)
-            or self.truncates,
+            "truncate": self.truncates,
         }
 
 
@@ -145,17 +158,19 @@ class SimilarityInputs(RequestBody):
     """The texts to compare."""
 
 
-class SimilarityRequest(PoolingRequest):
+class SimilarityRequest(RequestWithParameters):
     """The body of `POST /similarity`, in TEI's format."""
 
     inputs: SimilarityInputs
     """An object with the text `source_sentence` and the list of texts `sentences`."""
+    prompt_name: str | None = None
+    """The name of a prompt of the checkpoint. The prompt is prepended to each text."""
 
 
-class ScoreRequest(PoolingRequest):
+class ScoreRequest(ScoringRequest):
     """The body of `POST /v1/score`.
 
-    The fields for queries and documents have three pairs of names, because vLLM has used all three.
+    The fields for queries and documents have several names, because vLLM has used all of them.
     A request has either one query for all documents, or one query for each document.
     """
 
@@ -171,10 +186,8 @@ class ScoreRequest(PoolingRequest):
     """Another name of text_1."""
     documents: Any = None
     """Another name of text_2."""
-    use_activation: bool | None = None
-    """False returns scores without the activation function."""
-    instruction: str | None = None
-    """The instruction of a reranker that reads one, such as "Judge the relevance of the text"."""
+    items: Any = None
+    """Another name of text_2."""
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
@@ -199,14 +212,16 @@ class ScoreRequest(PoolingRequest):
     @property
     def query_field(self) -> str:
         """The name of the field that contains the queries: "queries", "data_1" or "text_1"."""
-        if self.queries is not None or self.documents is not None:
+        if any(value is not None for value in (self.queries, self.documents, self.items)):
             return "queries"
         return "text_1" if self.data_1 is None and self.data_2 is None else "data_1"
 
     @property
     def document_field(self) -> str:
-        """The name of the field that contains the documents: "documents", "data_2" or "text_2"."""
-        return {"queries": "documents", "data_1": "data_2", "text_1": "text_2"}[self.query_field]
+        """The name of the field with the documents: "documents", "items", "data_2" or "text_2"."""
+        if self.query_field == "queries":
+            return "documents" if self.items is None else "items"
+        return self.query_field.replace("1", "2")
 
     @property
     def query_texts(self) -> list[str]:

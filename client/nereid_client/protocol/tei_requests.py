@@ -5,11 +5,11 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from nereid_client.errors import FieldError, shown
-from nereid_client.protocol.embedding_requests import ModelInputs, PoolingRequest
+from nereid_client.protocol.embedding_requests import ModelInputs, RequestWithParameters
 from nereid_client.protocol.request_body import RequestBody, check_token_ids
 
 
-class PredictRequest(PoolingRequest):
+class PredictRequest(RequestWithParameters):
     """The body of `POST /predict`."""
 
     inputs: Any = None

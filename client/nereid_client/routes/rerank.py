@@ -15,7 +15,7 @@ from nereid_client.embeddings.late_interaction import (
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
-    refuse_truncation_below_model_limit,
+    refuse_token_limits_below_model_limit,
     require_kind,
 )
 from nereid_client.embeddings.pooling_backend import RERANK, PoolingOutputs, ServedModel
@@ -103,9 +103,7 @@ async def _read_body_and_query_parameter(request: Request) -> RerankRequest:
 
 async def _score(request: Request, served: ServedModel, body: RerankRequest) -> PoolingOutputs:
     """Return the score of each document. The model `served` computes the scores."""
-    for name in ("max_tokens_per_doc", "max_tokens_per_query"):
-        # 0 means that the client sets no limit, as in vLLM, whose default is 0.
-        refuse_truncation_below_model_limit(served, name, getattr(body, name) or None)
+    refuse_token_limits_below_model_limit(served, body)
     options = body.options()
     if uses_late_interaction(served):  # an embedding model with one vector for each token
         truncate = options["truncate"]

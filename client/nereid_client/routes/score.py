@@ -8,7 +8,12 @@ from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.embedding_output import Floats, envelope, usage_of
 from nereid_client.embeddings.late_interaction import late_interaction, uses_late_interaction
-from nereid_client.embeddings.model_choice import call_model, choose_model, require_kind
+from nereid_client.embeddings.model_choice import (
+    call_model,
+    choose_model,
+    refuse_token_limits_below_model_limit,
+    require_kind,
+)
 from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, PoolingOutputs, ServedModel
 from nereid_client.errors import BackendError
 from nereid_client.protocol.embedding_requests import ModelInputs
@@ -30,6 +35,7 @@ async def score(request: Request) -> Response:
     """
     body = await read_and_validate(request, ScoreRequest)
     served = await choose_model(request, body.model, (RERANK, EMBEDDING))
+    refuse_token_limits_below_model_limit(served, body)
     outputs = await _score(request, served, body)
     data = [
         {"index": index, "object": "score", "score": value}
@@ -62,7 +68,12 @@ async def similarity(request: Request) -> Response:
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense")
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
-    options = {"kind": "dense", "normalize": True, "truncate": body.truncates}
+    options = {
+        "kind": "dense",
+        "normalize": True,
+        "prompt_name": body.prompt_name,
+        "truncate": body.truncates,
+    }
     # `fields` names the field of the request in errors about the input tensor "texts".
     inputs = ModelInputs(tensors={"texts": texts}, fields={"texts": "inputs.sentences"})
     try:

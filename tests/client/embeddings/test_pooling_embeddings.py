@@ -548,6 +548,17 @@ async def test_similarity_has_the_format_of_tei(ask):
     assert problem(answer)["param"] == "inputs.sentences"
 
 
+async def test_the_parameters_of_a_similarity_request_reach_the_model(ask, pooling):
+    inputs = {"source_sentence": "abc", "sentences": ["abc"]}
+    parameters = {"truncate": True, "prompt_name": "query"}
+    assert (await ask("/similarity", inputs=inputs, parameters=parameters)).status_code == 200
+    assert pooling.calls[0].options["truncate"] is True
+    assert pooling.calls[0].options["prompt_name"] == "query"
+    wrong = {"truncation_direction": "left"}
+    error = problem(await ask("/similarity", inputs=inputs, parameters=wrong))
+    assert error["param"] == "truncation_direction"
+
+
 async def test_a_type_that_is_repeated_many_times_is_encoded_once(ask, monkeypatch):
     encoded = []
     write_floats = embeddings.WRITERS["float"]

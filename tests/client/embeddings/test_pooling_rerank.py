@@ -243,7 +243,8 @@ async def test_a_client_that_goes_cancels_the_call(pooling):
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")]
+    ("left", "right"),
+    [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")],
 )
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
 async def test_one_text_is_scored_with_each_of_several(ask, path, left, right):
@@ -256,6 +257,17 @@ async def test_one_text_is_scored_with_each_of_several(ask, path, left, right):
         {"index": 2, "object": "score", "score": 0.0},
     ]
     assert answer["usage"]["total_tokens"] == 28
+
+
+@pytest.mark.parametrize("model", ["tiny-rerank", "tiny-embed"])
+@pytest.mark.parametrize("name", ["max_tokens_per_doc", "max_tokens_per_query"])
+async def test_a_score_request_cuts_texts_only_at_the_models_limit(ask, pooling, model, name):
+    texts = {"text_1": "a", "text_2": "b" * 12}
+    assert (await ask("/v1/score", model=model, **texts, **{name: 12})).status_code == 200
+    assert pooling.calls[-1].options["truncate"] is True
+    error = problem(await ask("/v1/score", model=model, **texts, **{name: 5}))
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} must be at least 12, but the request has 5.")
 
 
 async def test_as_many_texts_on_both_sides_are_scored_in_pairs(ask):

@@ -127,7 +127,9 @@ class TaggedArguments:
         close: The text after the value: `"\n</parameter>\n"`. If this text starts with white space,
             the parser removes this white space once from the end of the value. The parser
             replaces the text `{key}`, as in `"</{key}>"`, with the name of the argument. All other
-            braces are plain text. A line break alone may end a value, too, as in `city=Paris\n`.
+            braces are plain text. A line break or a separator such as `;` may end a value, too, as
+            in `city=Paris; days=3`. The last value may lack this text, and a value may contain it
+            if no argument follows.
         also: Other forms in which models write a tagged value, for example in CDATA. One tool call
             may contain several forms. The attribute `also` of these forms must be empty.
         escapes: The kind of escape sequences in the values: "json" for strings with sequences such

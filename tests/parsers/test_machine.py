@@ -867,3 +867,14 @@ def test_the_next_call_ends_the_arguments_if_calls_have_no_closing_marker(
     expected = {"a": "x", "b": 2 if offered else "2"}
     assert calls(message) == [("f", expected), ("g", {}), ("g", {})]
     assert message.content == "Hi."
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("separator", ["; ", "\n", ", "])
+@pytest.mark.parametrize("value", ["x", "a, b; c\nd", "1, 2", "long, " * 60 + "x"])
+def test_the_last_value_may_lack_the_separator_that_ends_the_other_values(value, separator, size):
+    fmt = fmt_of(Call(TaggedArguments("{key}=", separator), "<call>", "{name} ", "</call>"))
+    text = f"<call>f a={value}{separator}b=2</call><call>f a=y{separator}b=3{separator}</call> Hi"
+    message = parsed(fmt, text, size, tools=TOOLS)
+    assert calls(message) == [("f", {"a": value, "b": 2}), ("f", {"a": "y", "b": 3})]
+    assert message.content == " Hi"

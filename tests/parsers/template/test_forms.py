@@ -244,6 +244,23 @@ def test_each_argument_may_be_on_a_line(kind, written, value, size):
     assert [json.loads(call.arguments) for call in message.tool_calls] == [{"a": value, "b": value}]
 
 
+@pytest.mark.parametrize("separator", ["\\n", "; "])
+def test_a_separator_between_arguments_is_no_part_of_the_last_argument(separator):
+    text = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
+        "{% for c in m.tool_calls %}<call>{{ c.function.name + ' ' }}"
+        "{% for k, v in c.function.arguments.items() %}"
+        "{{ k + '=' + (v if v is string else v | tojson) }}"
+        "{% if not loop.last %}{{ 'SEPARATOR' }}{% endif %}{% endfor %}</call>{% endfor %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ).replace("SEPARATOR", separator)
+    calls = [("get_Station", {"name": "Nord", "line": 4}), ("get_Station", {"line": 5})]
+    written = Renderer(text).written(message_of(calls=calls), TOOLS)
+    message = parse(written.text, format=analyze_template(text).format, tools=TOOLS)
+    found = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+    assert (found, message.content) == (calls, None)
+
+
 def test_an_attribute_with_an_array_cannot_be_constrained():
     fmt = analysis_of("argument_attributes").format
     with pytest.raises(ConstraintError, match="the schema of 'tags' allows an array"):

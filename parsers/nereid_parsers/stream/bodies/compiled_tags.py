@@ -31,6 +31,8 @@ from nereid_parsers.tool_declarations import TaggedArguments
 # client receives no text, so the search is limited.
 _MAX_UNDECIDED_CHARS = 2048
 _NEVER = "(?!)"  # A regex that never matches.
+# Matches a closing marker without words, quotes and brackets, such as a line break, `;` or `,`.
+_SEPARATOR = re.compile(r"""(?:(?![\w"'`<>()\[\]{}]).){1,2}""", re.DOTALL)
 _NO_TOOLS = Tools(None)
 
 
@@ -59,6 +61,8 @@ class CompiledTag:
             value.
         closing_marker: The closing marker, without white space.
         escapes: The kind of escape sequences in the value, see `TaggedArguments`.
+        is_closed_by_separator: Whether the closing marker is a line break or punctuation, such as
+            `;` in `a=1; b=2`. A value may contain this text, and the last value may lack it.
         may_be_escaped: Whether a backslash before the closing marker makes the marker a part of the
             value.
         find_end: A function that finds the closing marker (group "close") or an early end (group
@@ -80,6 +84,7 @@ class CompiledTag:
         self.padding = declaration.open.removeprefix(opening_tag)
         self.closing_marker = declaration.closing_marker
         self.escapes = declaration.escapes
+        self.is_closed_by_separator = _SEPARATOR.fullmatch(self.closing_marker) is not None
         self.may_be_escaped = _may_escape_closing_marker(declaration)
         regexes = _compile_value_end_regexes(declaration, early_ends)
         self.find_end = regexes.complete.search

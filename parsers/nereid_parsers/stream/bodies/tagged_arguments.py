@@ -18,6 +18,7 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE, NeedMore, skip_whi
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.python_strings import escape_json
 
+_MAX_CHARS_AFTER_SEPARATOR = 256
 _MISSING_CLOSE = "the closing marker of an argument is missing"
 
 
@@ -210,11 +211,49 @@ class TaggedReader(StepReader):
             return None
         match marker.lastgroup:
             case "close":
-                return _ValuePiece(piece_end, next_pos=marker.end())
+                return self._piece_before_closing_marker(marker, text)
             case "early":
                 return self._piece_before_early_end(marker, text)
             case _:  # More text may complete the marker.
                 return _ValuePiece(piece_end, next_pos=None)
+
+    def _piece_before_closing_marker(self, marker: re.Match[str], text: str) -> _ValuePiece | None:
+        """Return the piece of the value before its closing marker.
+
+        If the closing marker is only a separator, such as `;`, the value may contain it. Then the
+        value ends only if another argument or a stop marker follows:
+
+            `x; b=2`     the piece `x`, with which the value ends
+            `x; y`       None, because the value contains the separator
+            `x; `        the piece `x`, after which the value may continue
+        """
+        piece_end = marker.start()  # The match starts with the white space before the marker.
+        role = MarkerRole.AFTER_VALUE
+        if self._value.tag.is_closed_by_separator:
+            role = self._role_of_separator(text, marker.end())
+        match role:
+            case MarkerRole.PART_OF_VALUE:
+                return None
+            case MarkerRole.UNDECIDED:
+                return _ValuePiece(piece_end, next_pos=None)
+            case MarkerRole.AFTER_VALUE:
+                return _ValuePiece(piece_end, next_pos=marker.end())
+
+    def _role_of_separator(self, text: str, pos: int) -> MarkerRole:
+        """Decide whether a separator, such as `;`, follows the value. It ends before `pos`."""
+        # Without the limit, a long value with many separators would take quadratic time.
+        next_chars = text[pos : pos + _MAX_CHARS_AFTER_SEPARATOR]
+        is_complete = self.is_final or len(next_chars) == _MAX_CHARS_AFTER_SEPARATOR
+        after = next_chars.lstrip()
+        if not after:
+            return MarkerRole.AFTER_VALUE if is_complete else MarkerRole.UNDECIDED
+        next_call = self._tags.match_next_call(after, 0, is_complete, self.writer.tools)
+        if self._tags.is_at_stop_marker(after, 0) or isinstance(next_call, int):
+            return MarkerRole.AFTER_VALUE
+        may_become_marker = self._tags.may_become_stop_marker(after, 0)
+        if not is_complete and (may_become_marker or next_call is NEED_MORE):
+            return MarkerRole.UNDECIDED
+        return self._role_of_opening_tag(after, 0, is_complete)
 
     def _piece_before_early_end(self, marker: re.Match[str], text: str) -> _ValuePiece | None:
         r"""Return the piece of the value before a marker that is not the closing marker.
@@ -243,16 +282,18 @@ class TaggedReader(StepReader):
         marker, such as `</function>`, or an opening tag, such as `<parameter=days>`.
         """
         if self._tags.is_at_stop_marker(text, pos):
+            if self._value.tag.is_closed_by_separator:
+                return MarkerRole.AFTER_VALUE
             return self._value_tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
-        return self._role_of_opening_tag(text, pos)
+        return self._role_of_opening_tag(text, pos, self.is_final)
 
-    def _role_of_opening_tag(self, text: str, pos: int) -> MarkerRole:
+    def _role_of_opening_tag(self, text: str, pos: int, is_final: bool) -> MarkerRole:
         """Decide whether the opening tag at `pos` is a part of the current value or follows it.
 
         Example: the tag `<parameter=days>` follows the value if the tool may have an argument
         `days`, and `days` has not been read yet. Otherwise the tag is a part of the value.
         """
-        opening = self._tags.match(text, pos, self.is_final)
+        opening = self._tags.match(text, pos, is_final)
         if opening is NEED_MORE:
             return MarkerRole.UNDECIDED
         if not isinstance(opening, TagOpening):  # The tag is not valid: `<parameter=>`.

@@ -454,6 +454,16 @@ def test_a_pattern_that_would_make_an_answer_invalid_json_is_refused_or_left_out
         HERMES.structural_tag(response_format={**answer, "json_schema": {**spec, "strict": True}})
 
 
+@pytest.mark.parametrize("pattern", [r"\bword", "(?<!a)b", r"(a)\1"])
+def test_a_pattern_that_xgrammar_refuses_is_left_out_if_the_request_is_not_strict(pattern):
+    string = {"type": "string", "pattern": pattern}
+    tag = HERMES.structural_tag([tool("f", ["a"], a=string)], "required")
+    assert pattern not in json.dumps(tag).replace("\\\\", "\\")
+    spec = {"schema": string, "strict": True}
+    with pytest.raises(ConstraintError, match=r"pattern at \$, because"):
+        HERMES.structural_tag(response_format={"type": "json_schema", "json_schema": spec})
+
+
 def test_strict_requests_refuse_unenforced_keywords_and_other_requests_log_them(caplog):
     loose = [tool("f", ["a"], a={"type": "array", "uniqueItems": True})]
     strict = [{**loose[0], "function": {**loose[0]["function"], "strict": True}}]

@@ -5,6 +5,7 @@ llguidance compiles quickly, because it builds its automata while the answer is 
 rejects schemas with keywords that it cannot enforce.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from nereid_backend.grammar.llguidance_schemas import (
     limit_bounds,
     replace_exclusive_bounds,
 )
+from nereid_backend.grammar.request_spec import is_lenient
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 # The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. If white
@@ -38,7 +40,8 @@ _BYTES_PER_CHARACTER = 30
 # An error message contains at most this number of characters of llguidance's message.
 _MAX_MESSAGE = 300
 # The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
-# schemas inside it are compiled one by one to find the invalid schema.
+# schemas inside it are compiled one by one to find the invalid schema. The same limit applies to
+# the patterns of a schema that are compiled one by one.
 _MAX_LOCATED = 200
 # The library's message quotes the source text and indents each quoted line by this number of
 # characters.
@@ -120,9 +123,29 @@ class LLGuidanceBackend:
         limit_bounds(schema)
         replace_exclusive_bounds(schema)
         matcher = self._matcher(_schema_grammar(schema))
+        if matcher.is_error() and is_lenient(schema):
+            self._ignore_unsupported_patterns(schema)
+            matcher = self._matcher(_schema_grammar(schema))
         if matcher.is_error():
             raise self._schema_error(schema, _problem(matcher))
         return matcher
+
+    def _ignore_unsupported_patterns(self, schema: object) -> None:
+        """Remove each valid `pattern` that llguidance 1.9 refuses, such as one with a lookahead.
+
+        llguidance itself ignores other keywords that it does not support. The search ends after
+        `_MAX_LOCATED` patterns, so that a large schema does not take too long.
+
+        Mutates: schema.
+        """
+        parts = (part for part, _ in subschemas(schema) if isinstance(part, dict))
+        with_pattern = (part for part in parts if isinstance(part.get("pattern"), str))
+        for part in itertools.islice(with_pattern, _MAX_LOCATED):
+            grammar = _schema_grammar({"type": "string", "pattern": part["pattern"]})
+            # Example: "look-around, including look-ahead and look-behind, is not supported". The
+            # messages about invalid patterns do not contain these words.
+            if "not supported" in _problem(self._matcher(grammar)):
+                del part["pattern"]
 
     def _text_matcher(self, kind: str, source: str) -> LLMatcher:
         """Return llguidance's matcher for a regular expression, a choice or an EBNF grammar.

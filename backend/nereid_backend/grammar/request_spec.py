@@ -5,6 +5,7 @@ This module imports neither torch nor a grammar library.
 """
 
 import json
+from collections.abc import Mapping
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
@@ -41,6 +42,15 @@ def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarS
         # "lenient" ignores unsupported keywords, and "coerce_one_of" treats oneOf as anyOf.
         source[_OPTIONS] = {"lenient": True, "coerce_one_of": True}
     return GrammarSpec("json_schema", json.dumps(source, ensure_ascii=False), after)
+
+
+def is_lenient(schema: Mapping[str, object]) -> bool:
+    """Return whether keywords that cannot be enforced are ignored.
+
+    Args:
+        schema: the source of a specification that `schema_spec` has returned.
+    """
+    return _OPTIONS in schema
 
 
 def grammar_spec(source: str, *, after: str = "") -> GrammarSpec:

@@ -71,7 +71,8 @@ def _grammar_schema(schema: object) -> object:
     """Copy a schema for a grammar, without two kinds of keywords.
 
     - Descriptions, such as `title`, do not restrict the value, so the grammar does not need them.
-    - A pattern such as `^"$` is omitted if it would let the model write a text that is not JSON.
+    - A pattern such as `^"$` is omitted if it would let the model write a text that is not JSON,
+      and a pattern such as `(?<!a)b` is omitted if xgrammar would refuse the whole grammar.
 
     Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. A list of
     schemas is copied in the same way, and any other value is returned unchanged.
@@ -88,10 +89,9 @@ def _grammar_schema(schema: object) -> object:
 
 
 def _is_omitted(keyword: str, value: object) -> bool:
-    """Return whether a keyword is a description or a pattern that causes invalid JSON."""
+    """Return whether a keyword is a description, or a pattern that a grammar may not contain."""
     is_description = keyword in _DESCRIPTIONS and isinstance(value, str)
-    is_harmful_pattern = keyword == "pattern" and _breaks_json(value)
-    return is_description or is_harmful_pattern
+    return is_description or (keyword == "pattern" and _is_harmful_pattern(value))
 
 
 def _grammar_value(keyword: str, value: object) -> object:
@@ -109,10 +109,13 @@ def _grammar_value(keyword: str, value: object) -> object:
     return _grammar_schema(value)
 
 
-def _breaks_json(pattern: object) -> bool:
-    """Return whether a pattern, such as `^"$`, would let the model write invalid JSON."""
+def _is_harmful_pattern(pattern: object) -> bool:
+    """Return whether a pattern would let the model write invalid JSON, or is refused by xgrammar.
+
+    Examples: the results for `^"$` and for a pattern with a lookbehind are True.
+    """
     error = check_pattern(pattern) if isinstance(pattern, str) else None
-    return error is not None and error.needs_json_escape
+    return error is not None and (error.needs_json_escape or error.is_refused)
 
 
 def sequence(*parts: Node) -> Node:

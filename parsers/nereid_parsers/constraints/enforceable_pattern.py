@@ -49,6 +49,8 @@ Outside a set, `\x41` and `\u0041` are tokens of the kind "code_point".
 """
 _CONTROL_LETTERS = frozenset("nrtfv")
 """The letters after a backslash that stand for control characters."""
+_REFUSED_ESCAPES = frozenset("bBk123456789")
+"""The characters after a backslash that xgrammar refuses: word boundaries and backreferences."""
 _KINDS_THAT_CANNOT_REPEAT = ("open", "bar", "anchor", "repeat")
 """The kinds of tokens after which a repetition, such as `*`, is not valid."""
 _SET_OF_CHARACTERS_THAT_NEED_JSON_ESCAPES = re.compile(
@@ -68,11 +70,14 @@ class _Kind(Enum):
 
     JSON_ESCAPE  The expression requires a character that JSON writes with a backslash.
     LOOKAHEAD    The expression contains a lookahead, such as `(?=a)`.
+    REFUSED      xgrammar refuses the expression, because it contains a lookbehind, a word boundary
+                 or a backreference.
     OTHER        Any other problem.
     """
 
     JSON_ESCAPE = "JSON escape"
     LOOKAHEAD = "lookahead"
+    REFUSED = "refused"
     OTHER = "other"
 
 
@@ -113,6 +118,8 @@ class PatternError(ConstraintError):
         would let the model write this character without the backslash."""
         self.is_lookahead = problem.kind is _Kind.LOOKAHEAD
         """Whether the part is a lookahead, which xgrammar ignores."""
+        self.is_refused = problem.kind is _Kind.REFUSED
+        """Whether xgrammar refuses the expression because of the part."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,11 @@ def _tokens_of(regex: str) -> Iterator[PatternToken]:
 
 def _problem_of_unknown_text(regex: str, position: int) -> _Problem:
     """Return the problem of the text at `position`, which is not a supported token: `(?=a)`."""
-    is_lookahead = regex.startswith(("(?=", "(?!"), position)
-    kind = _Kind.LOOKAHEAD if is_lookahead else _Kind.OTHER
+    kind = _Kind.OTHER
+    if regex.startswith(("(?=", "(?!"), position):
+        kind = _Kind.LOOKAHEAD
+    elif regex.startswith(("(?<=", "(?<!"), position):
+        kind = _Kind.REFUSED
     return _Problem("is incomplete or not supported", kind)
 
 
@@ -239,6 +249,8 @@ def _problem_of_escape(character: str) -> _Problem | None:
     """
     if character in _CONTROL_LETTERS:
         return _NEEDS_JSON_ESCAPE
+    if character in _REFUSED_ESCAPES:
+        return _Problem("is not supported", _Kind.REFUSED)
     if character.isalnum():
         is_supported = character in _SUPPORTED_LETTERS
         return None if is_supported else _Problem("is not supported")

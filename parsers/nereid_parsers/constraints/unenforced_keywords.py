@@ -197,11 +197,11 @@ def _describe_pattern(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 def _describe_pattern_of_answer(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     """Yield a description of the keyword `pattern`, if llguidance does not enforce the pattern.
 
-    llguidance enforces all patterns except two kinds: patterns with lookaheads, and patterns that
-    would be written as invalid JSON.
+    llguidance enforces all patterns except two kinds: patterns with lookarounds, word boundaries or
+    backreferences, and patterns that would be written as invalid JSON.
     """
     error = _pattern_error(schema)
-    if error is not None and (error.is_lookahead or error.needs_json_escape):
+    if error is not None and (error.is_lookahead or error.is_refused or error.needs_json_escape):
         yield f"pattern at {path}, because {error}"
 
 

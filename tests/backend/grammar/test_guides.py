@@ -255,6 +255,20 @@ def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced(gu
     guide(schema_spec(schema, is_strict=False)).accept([*vocabulary.encode("[1, 1]"), 2])
 
 
+def test_a_schema_that_is_not_strict_ignores_patterns_that_are_not_supported(guide, vocabulary):
+    patterns = {"a": "^(?!x)", "b": r"^\bb", "c": r"^(c)\1$", "d": "^e$"}
+    properties = {name: {"type": "string", "pattern": patterns[name]} for name in patterns}
+    schema = {"type": "object", "properties": properties, "required": list(patterns)}
+    with pytest.raises(RequestError, match=r"\$\.properties\.a is not valid: look-around"):
+        guide(schema_spec(schema, is_strict=True))
+    text = '{"a": "x", "b": "", "c": "x", "d": "e"}'
+    guide(schema_spec(schema, is_strict=False)).accept([*vocabulary.encode(text), 2])
+    # A supported pattern is enforced, and an invalid pattern is an error.
+    properties["d"]["pattern"] = "("
+    with pytest.raises(RequestError, match=r"\$\.properties\.d is not valid: unclosed group"):
+        guide(schema_spec(schema, is_strict=False))
+
+
 def test_only_the_first_200_schemas_are_searched_for_the_place_of_an_error(guide):
     refused = {"type": "array", "uniqueItems": True}
     strings = {f"p{number}": {"type": "string"} for number in range(250)}

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks whether a loaded tokenizer divides texts into words as tokenizer.json says.
+
+Some tokenizer classes of transformers, such as GPT2Tokenizer, read only the vocabulary and the
+merges from tokenizer.json, and have a normalizer and a pre-tokenizer of their own. Example:
+tokenizer.json of SmolLM2 divides a number into digits before the text is divided into words.
+GPT2Tokenizer ignores this rule, so the model would receive other tokens than in its training.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RULES = ("normalizer", "pre_tokenizer")
+
+
+def ignores_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> bool:
+    """Return whether a tokenizer has other rules than the tokenizer.json in `folder`.
+
+    The result is False if neither the tokenizer nor the file is byte-level, because
+    tokenizer_config.json changes the rules of other tokenizers, such as those of SentencePiece.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from transformers import TokenizersBackend
+
+    file = folder / "tokenizer.json"
+    reads_whole_file = type(tokenizer) is TokenizersBackend
+    if not isinstance(tokenizer, TokenizersBackend) or reads_whole_file or not file.is_file():
+        return False
+    content = json.loads(file.read_text(encoding="utf-8"))
+    # Both sides are compared as tokenizers without a vocabulary, which are created quickly.
+    expected = json.loads(Tokenizer(BPE()).to_str()) | {name: content.get(name) for name in _RULES}
+    expected["model"]["ignore_merges"] = bool(content["model"].get("ignore_merges"))
+    backend = tokenizer.backend_tokenizer
+    loaded = Tokenizer(BPE(ignore_merges=getattr(backend.model, "ignore_merges", False)))
+    for name in _RULES:
+        if getattr(backend, name) is not None:
+            setattr(loaded, name, getattr(backend, name))
+    # The library adds the values that the file omits.
+    both = _rules(Tokenizer.from_str(json.dumps(expected))), _rules(loaded)
+    is_byte_level = any('"ByteLevel"' in json.dumps(rules["pre_tokenizer"]) for rules in both)
+    return is_byte_level and both[0] != both[1]
+
+
+def _rules(tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401 - a `tokenizers.Tokenizer`
+    """Return the content of tokenizer.json for a tokenizer, without the settings for offsets."""
+
+    def without_offsets(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if name != "trim_offsets"}
+
+    content: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=without_offsets)
+    return content

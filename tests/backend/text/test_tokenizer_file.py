@@ -1,0 +1,57 @@
+"""Tests that a prompt has the tokens of tokenizer.json, whatever class tokenizer_config.json names.
+
+Some classes of transformers replace the normalizer and the pre-tokenizer of the file.
+"""
+
+import json
+
+import pytest
+from backend.text.tokenizers_zoo import TEXT, byte_fallback, byte_level
+from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
+from tokenizers import Tokenizer, pre_tokenizers, trainers
+from transformers import TokenizersBackend
+
+
+def digits_first() -> Tokenizer:
+    """Return a tokenizer for which each digit is a word, as that of SmolLM2."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([*TEXT, "a   1\n   2"], trainer)
+    return tokenizer
+
+
+def save(tokenizer, folder, class_name, model_type):
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": class_name}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+
+@pytest.mark.parametrize(
+    ("create", "class_name", "model_type"),
+    [
+        (digits_first, "GPT2Tokenizer", "llama"),
+        (digits_first, "GPTNeoXTokenizerFast", "gpt_neox"),
+        # transformers creates a Qwen2Tokenizer for all checkpoints with this model_type.
+        (digits_first, "PreTrainedTokenizerFast", "qwen2"),
+        (byte_fallback, "LlamaTokenizerFast", "qwen2"),
+    ],
+)
+def test_the_rules_of_tokenizer_json_are_used(create, class_name, model_type, tmp_path):
+    expected = create()
+    save(expected, tmp_path, class_name, model_type)
+    tokenizer = load_tokenizer(str(tmp_path))
+    for text in ("a   1\n   2 dogs", " the quick"):
+        found = tokenizer.encode(text, add_special_tokens=False)
+        assert found == expected.encode(text, add_special_tokens=False).ids
+
+
+def test_a_class_with_the_rules_of_tokenizer_json_is_used(tmp_path):
+    save(byte_level(), tmp_path, "GPT2Tokenizer", "gpt2")
+    assert type(load_tokenizer(str(tmp_path))) is not TokenizersBackend

@@ -98,6 +98,10 @@ TREE = {"allOf": [{"$ref": "#/$defs/tree"}, {"type": "object"}]}
             {"type": "number", "maximum": 3},
         ),
         (
+            {"items": {"type": "object", "properties": None, "required": None}},
+            {"items": {"type": "object"}},
+        ),
+        (
             {"type": "object", "properties": {"a": {}}, "required": ["b", "a"]},
             {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["b", "a"]},
         ),

@@ -164,10 +164,15 @@ def _rewrite_keywords(schema: Schema) -> Schema:
 def _in_current_draft(schema: Schema) -> Schema:
     """Rewrite forms of older drafts of JSON Schema, which xgrammar refuses.
 
+    `properties` and `required` with the value null, which Anthropic's API accepts, are removed.
+
     Examples: `{"items": [A, B], "additionalItems": C}` gives `{"prefixItems": [A, B], "items": C}`.
     `{"minimum": 3, "exclusiveMinimum": true}` gives `{"exclusiveMinimum": 3}`.
     """
     rewritten = dict(schema)
+    for keyword in ("properties", "required"):
+        if rewritten.get(keyword, ()) is None:
+            del rewritten[keyword]
     if isinstance(schema.get("items"), list):
         rewritten["prefixItems"] = rewritten.pop("items")
         if "additionalItems" in rewritten:

@@ -163,6 +163,7 @@ _KINDS = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
+    """Load the model of transformers in float32, and the processor of its chats."""
     config = AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(folder, dtype=torch.float32)
@@ -177,18 +178,24 @@ def reference(folder: Path, kind: str) -> tuple[list[Chat], Answers, bool]:
     """
     model, processor = _load_reference(folder)
     chats, answers = [], []
-    for each in _CHATS[kind]():
+    for messages in _CHATS[kind]():
         try:
-            answers.append(_generate(model, processor, each)[0])
-            chats.append(each)
+            tokens, _ = _generate(model, processor, messages)
         except Exception:
+            # Some types accept only one image, or no image next to audio.
             if len(chats) < 2:
                 raise
-    logits = [_generate(model, processor, each)[1] for each in similar_chats(kind)]
-    return chats, answers, bool((logits[0] - logits[1]).abs().max() > 1e-4)
+        else:
+            chats.append(messages)
+            answers.append(tokens)
+    (_, logits), (_, other_logits) = (
+        _generate(model, processor, messages) for messages in similar_chats(kind)
+    )
+    return chats, answers, bool((logits - other_logits).abs().max() > 1e-4)
 
 
 def _generate(model: Any, processor: ChatProcessor, messages: Chat) -> tuple[list[int], Any]:
+    """Return the tokens that transformers generates, and the logits of the first token."""
     prompt = processor.prepare(messages)
     images = place_images(prompt.images, model.device, torch.float32)
     ids = torch.tensor([prompt.token_ids])
@@ -220,19 +227,20 @@ def open_engine(folder: Path, **settings: Any) -> Engine:
 
 
 def _alone(engine: Engine, chats: list[Chat]) -> Answers:
-    return [engine.chat(each, PARAMS).outputs[0].token_ids for each in chats]
+    return [engine.chat(messages, PARAMS).outputs[0].token_ids for messages in chats]
 
 
 def _mixed(engine: Engine, chats: list[Chat]) -> Answers:
     """Answer all chats at the same time, together with texts if the model accepts texts."""
-    answers: dict[str, list[int]] = {}
-    prompts = [engine.image_prompt(each) for each in chats]
+    prompts = [engine.image_prompt(messages) for messages in chats]
     rng = random.Random(5)
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt.token_ids, PARAMS, prompt.images)
         if not engine._parts.images.needs_images:
             text = [rng.randrange(60, 150) for _ in range(20)]
             engine.add_request(f"text-{number}", text, PARAMS)
+
+    answers: dict[str, list[int]] = {}
     while engine.has_work():
         for update in engine.step():
             answers.setdefault(update.request_id, []).extend(update.new_token_ids)
@@ -241,13 +249,15 @@ def _mixed(engine: Engine, chats: list[Chat]) -> Answers:
 
 def _preempted(engine: Engine, chats: list[Chat]) -> Answers:
     """Answer all chats with so few free blocks that the engine has to preempt sequences."""
-    prompts = [engine.image_prompt(each) for each in chats]
-    pool, size = engine._parts.pool, engine.info.block_size
-    longest = max(len(prompt.token_ids) for prompt in prompts) + MAX_TOKENS
-    total = sum(-(-len(prompt.token_ids) // size) for prompt in prompts)
-    held = pool.allocate(pool.num_free - max(total, -(-longest // size) + 1))
+    pool, block_size = engine._parts.pool, engine.info.block_size
+    prompt_lengths = [len(engine.image_prompt(messages).token_ids) for messages in chats]
+    # All prompts fit into the free blocks, but not all answers. The longest sequence fits, too.
+    num_blocks_of_prompts = sum(-(-length // block_size) for length in prompt_lengths)
+    num_blocks_of_longest = -(-(max(prompt_lengths) + MAX_TOKENS) // block_size)
+    num_free = max(num_blocks_of_prompts, num_blocks_of_longest + 1)
+    withheld_blocks = pool.allocate(pool.num_free - num_free)
     answers = _mixed(engine, chats)
-    pool.release(held)
+    pool.release(withheld_blocks)
     return answers
 
 
@@ -290,8 +300,8 @@ def examine(
     kind: str = "image",
 ) -> None:
     """Run one type in the given or in all situations, and store the outcome in `result`."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, chats, expected, result.depends = build(model_type, Path(name), kind)
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder, chats, expected, result.depends = build(model_type, Path(temporary_folder), kind)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
         for situation in situations or SITUATIONS:
@@ -302,22 +312,27 @@ def examine(
                 result.status, result.reason = "refused", str(error)
                 return
             try:
-                result.path, result.text_path = engine._parts.images.name, engine.info.path
                 images = engine._parts.images
+                result.path, result.text_path = images.name, engine.info.path
                 if reason := images.reason or images.refused.get(_KINDS[kind]):
                     result.status, result.reason = "refused", reason
                     return
                 result.cells[situation] = _cell(expected, run(engine, chats))
             finally:
                 engine.close()
-        total = f"{len(expected) * MAX_TOKENS}/{len(expected) * MAX_TOKENS}"
-        if all(cell == total for cell in result.cells.values()):
+        num_tokens = len(expected) * MAX_TOKENS
+        if all(cell == f"{num_tokens}/{num_tokens}" for cell in result.cells.values()):
             result.status = "exact"
 
 
-def _cell(expected: Answers, got: Answers) -> str:
-    pairs = [(a, b) for e, g in zip(expected, got, strict=True) for a, b in zip(e, g, strict=True)]
-    return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
+def _cell(expected: Answers, answers: Answers) -> str:
+    """Return the number of equal tokens and of all tokens. Example: "27/27"."""
+    are_equal = [
+        expected_token == token
+        for expected_answer, answer in zip(expected, answers, strict=True)
+        for expected_token, token in zip(expected_answer, answer, strict=True)
+    ]
+    return f"{sum(are_equal)}/{len(are_equal)}"
 
 
 def examine_in_child(model_type: str, kind: str) -> Result:
@@ -326,17 +341,18 @@ def examine_in_child(model_type: str, kind: str) -> Result:
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _serve(model_type, kind, writer)
+        _run_in_child(model_type, kind, writer)
     os.close(writer)
     with os.fdopen(reader) as stream:
         text = stream.read()
-    _, code = os.waitpid(child, 0)
+    _, wait_status = os.waitpid(child, 0)
     if not text:
-        return Result(model_type, "wrong", reason=f"its process ended with {code}")
+        exit_code = os.waitstatus_to_exitcode(wait_status)
+        return Result(model_type, "wrong", reason=f"its process ended with {exit_code}")
     return Result(**json.loads(text))
 
 
-def _serve(model_type: str, kind: str, writer: int) -> None:
+def _run_in_child(model_type: str, kind: str, writer: int) -> None:
     """Run `examine`, write the result to the pipe, and end the child process."""
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
@@ -355,18 +371,18 @@ def load_results(path: Path) -> dict[str, Result]:
     """Return the latest result of each type from the file of earlier runs."""
     if not path.is_file():
         return {}
-    found = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
-    return {result.type: result for result in found}
+    all_results = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+    return {result.type: result for result in all_results}
 
 
 def table(results: dict[str, Result]) -> str:
     """Return a Markdown table with one line for each type."""
-    names = list(SITUATIONS)
-    head = ["Type", "Images", "Text", "Pixels matter", *names]
+    situations = list(SITUATIONS)
+    head = ["Type", "Images", "Text", "Pixels matter", *situations]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for result in sorted(results.values(), key=lambda r: r.type):
         reason = result.reason.replace("|", "/").replace("\n", " ")[:220]
-        cells = [result.cells.get(name, "") for name in names]
+        cells = [result.cells.get(name, "") for name in situations]
         if result.status != "exact":
             cells[0] = f"{result.status}: {reason} {cells[0]}"
         columns = [result.type, result.path, result.text_path, str(result.depends), *cells]
@@ -376,6 +392,15 @@ def table(results: dict[str, Result]) -> str:
 
 def main() -> None:
     """Run the requested types, then print the table."""
+    arguments = _parse_arguments()
+    results = load_results(arguments.results)
+    if not arguments.table:
+        _run_types(arguments, results)
+    sys.stdout.write(f"{table(results)}\n\n{Counter(r.status for r in results.values())}\n")
+    sys.exit(any(result.status == "wrong" for result in results.values()))
+
+
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare chats with media with transformers.")
     parser.add_argument("types", nargs="*", help="types to run again; by default all")
     parser.add_argument(
@@ -388,32 +413,32 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--table", action="store_true", help="print the table and exit")
-    asked = parser.parse_args()
-    asked.results = asked.results or Path(f"build/{asked.kind}_archs.jsonl")
-    reads_audio = asked.kind == "audio"
+    arguments = parser.parse_args()
+    arguments.results = arguments.results or Path(f"build/{arguments.kind}_archs.jsonl")
+    return arguments
+
+
+def _run_types(arguments: argparse.Namespace, results: dict[str, Result]) -> None:
+    """Run the requested types. Add the results to `results` and to the file of results."""
+    warnings.filterwarnings("ignore")
+    getLogger("nereid_backend").setLevel(ERROR)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    reads_audio = arguments.kind == "audio"
     types = image_types.audio_types() if reads_audio else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    results = load_results(asked.results)
-    if not asked.table:
-        warnings.filterwarnings("ignore")
-        getLogger("nereid_backend").setLevel(ERROR)
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        torch.set_num_threads(1)
-        asked.results.parent.mkdir(parents=True, exist_ok=True)
-        end = time.monotonic() + asked.seconds
-        for model_type in asked.types or types:
-            if (model_type in results and not asked.types) or time.monotonic() > end:
-                continue
-            result = results[model_type] = examine_in_child(model_type, asked.kind)
-            with asked.results.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
-            what = f"{result.cells} {result.reason}"
-            sys.stderr.write(
-                f"{model_type}: {result.status} images={result.path} text={result.text_path} "
-                f"depends={result.depends} {what} {result.seconds}\n"
-            )
-    sys.stdout.write(f"{table(results)}\n\n{Counter(r.status for r in results.values())}\n")
-    sys.exit(any(result.status == "wrong" for result in results.values()))
+    deadline = time.monotonic() + arguments.seconds
+    for model_type in arguments.types or types:
+        if (model_type in results and not arguments.types) or time.monotonic() > deadline:
+            continue
+        result = results[model_type] = examine_in_child(model_type, arguments.kind)
+        with arguments.results.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        sys.stderr.write(
+            f"{model_type}: {result.status} images={result.path} text={result.text_path} "
+            f"depends={result.depends} {result.cells} {result.reason} {result.seconds}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -79,18 +79,21 @@ def _model_class(model_type: str) -> Any:
 
 def audio_types() -> list[str]:
     """Return the types of models whose processor has an audio processor."""
-    found = []
-    for model_type in _CLASSES:
-        name = HINTS.get(model_type, {}).get("_processor") or PROCESSOR_MAPPING_NAMES.get(
-            model_type
-        )
-        try:
-            parts = getattr(transformers, name or "").get_attributes()
-        except (AttributeError, ImportError):
-            parts = []
-        if {"feature_extractor", "audio_processor"} & set(parts):
-            found.append(model_type)
-    return found
+    return [
+        model_type
+        for model_type in _CLASSES
+        if {"feature_extractor", "audio_processor"} & _processor_parts(model_type)
+    ]
+
+
+def _processor_parts(model_type: str) -> set[str]:
+    """Return the names of a processor's parts; an empty set if the processor cannot be imported."""
+    default = PROCESSOR_MAPPING_NAMES.get(model_type)
+    name = HINTS.get(model_type, {}).get("_processor") or default or ""
+    try:
+        return set(getattr(transformers, name).get_attributes())
+    except (AttributeError, ImportError):
+        return set()
 
 
 def _randomise(model: PreTrainedModel, hints: dict[str, Any]) -> None:
@@ -110,37 +113,51 @@ def _randomise(model: PreTrainedModel, hints: dict[str, Any]) -> None:
 def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the values of the small config of a type, and the class of the config."""
     config_class = type(AutoConfig.for_model(model_type))
-    whole = config_class(**hints.get("_birth", {}))
-    hints = _with_text_hints(model_type, whole, hints)
-    values = shrink._shrunk(whole, {k: v for k, v in hints.items() if not k.startswith("_p")})
+    default_config = config_class(**hints.get("_birth", {}))
+    hints = _with_text_hints(model_type, default_config, hints)
+    shrink_hints_of_type = {
+        name: value for name, value in hints.items() if not name.startswith("_p")
+    }
+    values = shrink._shrunk(default_config, shrink_hints_of_type)
     _lengthen(values)
     _set_sections(values, model_type, hints)
     vision = _vision_values(values)
     vision.update(hints.get("_vision", {}))
-    if hints["_sizes"] == "processor":
-        side = next(iter(dict(_image_class(model_type, hints)().size or {0: None}).values()))
-        if "image_size" in vision and side:
-            vision["image_size"] = side
-    if hints["_sizes"] != "small":
-        pass
-    elif isinstance(vision.get("image_size"), int) and isinstance(vision.get("patch_size"), int):
-        vision["image_size"] = hints.get("_side", 4) * vision["patch_size"]
-    if "image_seq_length" in values and hints["_sizes"] == "small":
-        values["image_seq_length"] = hints.get("_side", 4) ** 2
+    _set_image_size(values, vision, model_type, hints)
     values.update(hints.get("_values", {}))
     for name, changes in hints.get("_parts", {}).items():
         values[name].update(changes)
     return values, config_class
 
 
-def _with_text_hints(model_type: str, whole: Any, hints: dict[str, Any]) -> dict[str, Any]:
+def _set_image_size(
+    values: dict[str, Any], vision: dict[str, Any], model_type: str, hints: dict[str, Any]
+) -> None:
+    """Set the size of images in a config, as the hint "_sizes" (one of `SIZES`) requires.
+
+    `vision` is the part of the config that describes the image encoder.
+    """
+    if hints["_sizes"] == "processor":
+        default_sizes = dict(_image_class(model_type, hints)().size or {})
+        side = next(iter(default_sizes.values()), None)
+        if "image_size" in vision and side:
+            vision["image_size"] = side
+    if hints["_sizes"] == "small":
+        patches_per_side = hints.get("_side", 4)
+        if isinstance(vision.get("image_size"), int) and isinstance(vision.get("patch_size"), int):
+            vision["image_size"] = patches_per_side * vision["patch_size"]
+        if "image_seq_length" in values:
+            values["image_seq_length"] = patches_per_side**2
+
+
+def _with_text_hints(model_type: str, default_config: Any, hints: dict[str, Any]) -> dict[str, Any]:
     """Return the hints of a type, merged with the hints in `shrink_hints`.
 
     The hints in `shrink_hints` for the type and for its decoder are used.
     """
     merged = {**shrink_hints.HINTS.get(model_type, {}), **hints}
-    text = getattr(whole, "text_config", None)
-    text_hints = shrink_hints.HINTS.get(getattr(text, "model_type", ""))
+    text_config = getattr(default_config, "text_config", None)
+    text_hints = shrink_hints.HINTS.get(getattr(text_config, "model_type", ""))
     if text_hints and "text_config" not in merged:
         merged["text_config"] = text_hints
     return merged
@@ -177,23 +194,28 @@ def _set_tokens(values: dict[str, Any], processor: Any) -> None:
     """Set the ids of special tokens in a config to their ids in the tokenizer."""
     tokenizer = getattr(processor, "tokenizer", processor)
     vocabulary = tokenizer.get_vocab()
-    image_token = getattr(processor, "image_token", None)
     for name, value in values.items():
         if isinstance(value, dict):
             _set_tokens(value, processor)
         if name in ("bos_token_id", "eos_token_id", "pad_token_id") or not isinstance(name, str):
             continue
+        # Example: the attribute "image_token_index" contains the id of "image_token".
         match = re.fullmatch(r"(\w+_token)_(?:id|index)", name)
         if match and isinstance(value, int | None):
-            text = getattr(processor, match[1], None) or getattr(tokenizer, match[1], None)
-            if match[1] == "image_token" and isinstance(image_token, str):
-                text = image_token
-                ids = [i for i in processor.image_token_ids if isinstance(i, int)]
-                text = tokenizer.convert_ids_to_tokens(ids[0]) if ids else image_token
+            text = _special_token(processor, tokenizer, match[1])
             if isinstance(text, str) and text in vocabulary:
                 values[name] = vocabulary[text]
             elif isinstance(value, int) and value >= shrink.VOCAB_SIZE:
                 values[name] = vocabulary.get(f"<{match[1]}>", shrink.VOCAB_SIZE - 1)
+
+
+def _special_token(processor: Any, tokenizer: Any, attribute: str) -> Any:
+    """Return the special token that is stored in an attribute, such as "image_token"."""
+    token = getattr(processor, attribute, None)
+    if attribute == "image_token" and isinstance(token, str):
+        ids = [token_id for token_id in processor.image_token_ids if isinstance(token_id, int)]
+        return tokenizer.convert_ids_to_tokens(ids[0]) if ids else token
+    return token or getattr(tokenizer, attribute, None)
 
 
 def _set_ids(values: dict[str, Any], processor: Any, hints: dict[str, Any]) -> None:
@@ -215,61 +237,73 @@ def make_processor(model_type: str, hints: dict[str, Any], values: dict[str, Any
     """Return the processor of a type."""
     name = hints.get("_processor") or PROCESSOR_MAPPING_NAMES[model_type]
     processor_class = getattr(transformers, name)
-    tokenizer = make_tokenizer(processor_class, hints)
-    vision = _vision_values(values)
-    parts: dict[str, Any] = {}
-    names = processor_class.get_attributes()
-    reads_images = "image_processor" in names
-    image_processor = _image_processor(model_type, hints, vision) if reads_images else None
-    for part in names:
-        if "tokenizer" in part:
-            parts[part] = tokenizer
-        elif part == "image_processor":
-            parts[part] = image_processor
-        elif part in ("feature_extractor", "audio_processor"):
-            parts[part] = _audio_processor(model_type, hints, values)
-        else:
-            video_processor = _video_processor(model_type, hints, vision)
-            parts[part] = video_processor or _NoVideo(image_processor)
-    arguments = _processor_arguments(processor_class, vision, hints)
+    parts = _make_parts(processor_class, model_type, hints, values)
     changes = {
         "check_argument_for_proper_class": lambda *a: None,
         "__repr__": object.__repr__,
         # The `save_pretrained` of some processors also saves the video processor, which is missing.
         "save_pretrained": ProcessorMixin.save_pretrained,
     }
-    lenient = type(name, (processor_class,), changes)
-    processor = lenient(**parts, **arguments)
-    kept = [name for name, part in parts.items() if not isinstance(part, _NoVideo)]
+    lenient_class = type(name, (processor_class,), changes)
+    arguments = _processor_arguments(processor_class, _vision_values(values), hints)
+    processor = lenient_class(**parts, **arguments)
     # A missing part must not be saved, so it is removed from the processor.
-    for name in set(parts) - set(kept):
-        delattr(processor, name)
-    lenient.get_attributes = classmethod(lambda cls: kept)
+    saved_parts = [name for name, part in parts.items() if not isinstance(part, _NoVideo)]
+    for part_name in set(parts) - set(saved_parts):
+        delattr(processor, part_name)
+    lenient_class.get_attributes = classmethod(lambda cls: saved_parts)
     return processor
+
+
+def _make_parts(
+    processor_class: Any, model_type: str, hints: dict[str, Any], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the parts of a processor. A missing video processor is a `_NoVideo`."""
+    names = processor_class.get_attributes()
+    vision = _vision_values(values)
+    tokenizer = make_tokenizer(processor_class, hints)
+    reads_images = "image_processor" in names
+    image_processor = _image_processor(model_type, hints, vision) if reads_images else None
+    parts: dict[str, Any] = {}
+    for name in names:
+        if "tokenizer" in name:
+            parts[name] = tokenizer
+        elif name == "image_processor":
+            parts[name] = image_processor
+        elif name in ("feature_extractor", "audio_processor"):
+            parts[name] = _audio_processor(model_type, hints, values)
+        else:
+            video_processor = _video_processor(model_type, hints, vision)
+            parts[name] = video_processor or _NoVideo(image_processor)
+    return parts
 
 
 def _processor_arguments(
     processor_class: Any, vision: dict[str, Any], hints: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a processor that follow from the config."""
-    names = inspect.signature(processor_class.__init__).parameters
+    """Return the arguments of a processor that follow from the config.
+
+    An argument from the config is left out if its default already fits the type.
+    """
+    parameters = inspect.signature(processor_class.__init__).parameters
     patch_size, side = vision.get("patch_size"), vision.get("image_size")
-    values = {
+    arguments = {
         "patch_size": patch_size,
         "vision_feature_select_strategy": "default",
         "num_additional_image_tokens": 1,
     }
     if hints["_sizes"] == "small" and isinstance(side, int) and isinstance(patch_size, int):
-        values["num_image_tokens"] = (side // patch_size) ** 2
-        values["image_seq_length"] = (side // patch_size) ** 2
-    values |= hints.get("_arguments", {})
-    values["chat_template"] = hints.get("_template")
+        num_patches = (side // patch_size) ** 2
+        arguments |= {"num_image_tokens": num_patches, "image_seq_length": num_patches}
+    hinted_arguments = hints.get("_arguments", {})
+    arguments |= hinted_arguments
+    arguments["chat_template"] = hints.get("_template")
     return {
         name: value
-        for name, value in values.items()
-        if name in names
+        for name, value in arguments.items()
+        if name in parameters
         and value is not None
-        and (name in hints.get("_arguments", {}) or names[name].default in (None, 0, 256))
+        and (name in hinted_arguments or parameters[name].default in (None, 0, 256))
     }
 
 
@@ -284,8 +318,8 @@ def _audio_processor(model_type: str, hints: dict[str, Any], values: dict[str, A
     default = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type, "WhisperFeatureExtractor")
     name = hints.get("_audio_class", default)
     audio_class = getattr(transformers, name)
-    audio = values.get("audio_config")
-    num_bins = audio.get("num_mel_bins") if isinstance(audio, dict) else None
+    audio_config = values.get("audio_config")
+    num_bins = audio_config.get("num_mel_bins") if isinstance(audio_config, dict) else None
     takes_size = "feature_size" in inspect.signature(audio_class.__init__).parameters
     sizes = {"feature_size": num_bins} if num_bins and takes_size else {}
     return audio_class(**(sizes | hints.get("_audio", {})))
@@ -313,48 +347,46 @@ def _image_class(model_type: str, hints: dict[str, Any]) -> Any:
 
 
 def _image_sizes(default: Any, vision: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an image processor for images of the image encoder's size."""
+    """Return the arguments of an image processor for images of the image encoder's size.
+
+    `default` is an image processor with the default arguments.
+    """
     side = vision.get("image_size")
-    sizes = {}
+    arguments = {}
     for name in ("size", "crop_size"):
-        value = getattr(default, name, None)
-        if value and isinstance(side, int):
-            value = dict(value)
-            if set(value) in ({"height", "width"}, {"shortest_edge"}, {"longest_edge"}):
-                sizes[name] = dict.fromkeys(value, side)
+        size = getattr(default, name, None)
+        if size and isinstance(side, int):
+            keys = set(dict(size))
+            if keys in ({"height", "width"}, {"shortest_edge"}, {"longest_edge"}):
+                arguments[name] = dict.fromkeys(dict(size), side)
     for name in ("patch_size", "temporal_patch_size"):
         if isinstance(getattr(default, name, None), int) and isinstance(vision.get(name), int):
-            sizes[name] = vision[name]
-    return sizes
+            arguments[name] = vision[name]
+    return arguments
 
 
 def make_tokenizer(processor_class: Any, hints: dict[str, Any]) -> PreTrainedTokenizerFast:
     """Return a tokenizer with the special tokens in the source code of a processor's class."""
     source = inspect.getsource(inspect.getmodule(processor_class))
-    special = ["<pad>", "<s>", "</s>", "<unk>"]
-    literals = {**dict(_LITERAL.findall(source)), **hints.get("_tokens", {})}
-    attributes = {}
-    for attribute in sorted(set(_ATTRIBUTE.findall(source)) | set(hints.get("_tokens", {}))):
-        is_named = attribute.split("_")[0] in ("bos", "eos", "pad", "unk", "add")
-        is_left_out = attribute in ("token", *hints.get("_without", []))
-        if not is_named and not is_left_out:
-            attributes[attribute] = literals.get(attribute, f"<{attribute}>")
+    attributes = _token_attributes(source, hints)
     constants = [
         value
         for name, value in vars(processor_class).items()
         if name.endswith("_TOKEN") and isinstance(value, str)
     ]
-    texts = [
-        *constants,
-        *attributes.values(),
-        *_PATTERN.findall(source),
-        *hints.get("_special", []),
-    ]
-    special += [text for text in dict.fromkeys(texts) if text not in special]
-    vocabulary = {text: number for number, text in enumerate([*special, *_CHARACTERS])}
+    special_tokens = dict.fromkeys(
+        [
+            *("<pad>", "<s>", "</s>", "<unk>"),
+            *constants,
+            *attributes.values(),
+            *_PATTERN.findall(source),
+            *hints.get("_special", []),
+        ]
+    )
+    vocabulary = {text: number for number, text in enumerate([*special_tokens, *_CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens(list(special_tokens))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",
@@ -364,3 +396,19 @@ def make_tokenizer(processor_class: Any, hints: dict[str, Any]) -> PreTrainedTok
         extra_special_tokens=attributes,
         model_max_length=LENGTH,
     )
+
+
+def _token_attributes(source: str, hints: dict[str, Any]) -> dict[str, str]:
+    """Return the attributes of the tokenizer that the source code reads, with their tokens.
+
+    Example: the source code `tokenizer.image_token_id` gives {"image_token": "<image_token>"}.
+    """
+    hinted_tokens = hints.get("_tokens", {})
+    literals = {**dict(_LITERAL.findall(source)), **hinted_tokens}
+    attributes = {}
+    for attribute in sorted({*_ATTRIBUTE.findall(source), *hinted_tokens}):
+        has_own_name = attribute.split("_")[0] in ("bos", "eos", "pad", "unk", "add")
+        is_left_out = attribute in ("token", *hints.get("_without", []))
+        if not has_own_name and not is_left_out:
+            attributes[attribute] = literals.get(attribute, f"<{attribute}>")
+    return attributes

@@ -128,9 +128,10 @@ def test_a_wrong_file_is_refused_with_the_reason(data, message):
 
 @given(st.binary(max_size=200), st.integers(0, 60), st.binary(max_size=8))
 @settings(max_examples=300, deadline=None)
-def test_any_bytes_are_decoded_or_refused(tail, place, patch):
-    valid = wav(tail)
-    for data in (tail, RIFF + tail, valid[:place] + patch + valid[place + len(patch) :]):
+def test_any_bytes_are_decoded_or_refused(content, start, patch):
+    valid = wav(content)
+    patched = valid[:start] + patch + valid[start + len(patch) :]
+    for data in (content, RIFF + content, patched):
         try:
             samples, rate = decode_wav(data, "audio", LIMITS)
         except RequestError:
@@ -170,12 +171,14 @@ FORMS = {
 
 @pytest.mark.parametrize("part", FORMS.values(), ids=FORMS)
 def test_every_form_gives_the_same_audio(part):
-    messages, (found,) = split_messages([{"role": "user", "content": [part]}], LIMITS)
+    messages, (audio_in_messages,) = split_messages([{"role": "user", "content": [part]}], LIMITS)
     assert messages[0]["content"] == [{"type": "audio"}]
     body = {"messages": [{"role": "user", "content": [part]}]}
     (url,) = take_media(body)
     assert body["messages"][0]["content"] == [{"type": "audio"}]
-    for audio in (found, read_audio_url(url.decode(), "audio 1")):
+    audio_in_body = read_audio_url(url.decode(), "audio 1")
+
+    for audio in (audio_in_messages, audio_in_body):
         (samples,) = read_audio([audio], RATE, LIMITS)
         np.testing.assert_allclose(samples, LEVELS, atol=1e-4)
 
@@ -203,9 +206,9 @@ def test_a_wrong_part_is_refused_with_a_remedy(part, message):
 def test_the_number_and_the_duration_of_all_audio_together_are_limited():
     with pytest.raises(RequestError, match="3 audio files, but the limit is 2"):
         split_messages([{"role": "user", "content": [FORMS["OpenAI"]] * 3}], LIMITS)
-    _, found = split_messages(audio_chat([noise(1, 1.2), noise(2, 1.2)], "hello"), LIMITS)
+    _, audios = split_messages(audio_chat([noise(1, 1.2), noise(2, 1.2)], "hello"), LIMITS)
     with pytest.raises(RequestError, match=r"takes 2\.4 seconds, but the limit is 2 seconds"):
-        read_audio(found, RATE, LIMITS)
+        read_audio(audios, RATE, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -215,16 +218,16 @@ def test_the_number_and_the_duration_of_all_audio_together_are_limited():
 )
 def test_a_wrong_array_is_refused(content):
     part = {"type": "audio", "audio": content, "sampling_rate": RATE}
-    _, found = split_messages([{"role": "user", "content": [part]}], LIMITS)
+    _, audios = split_messages([{"role": "user", "content": [part]}], LIMITS)
     with pytest.raises(RequestError, match="one axis and finite numbers"):
-        read_audio(found, RATE, LIMITS)
+        read_audio(audios, RATE, LIMITS)
 
 
 def test_the_process_that_reads_requests_imports_no_torch():
     module = "nereid_backend.serving.tokenizer.image_prompts"
     program = f"import sys, {module}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
 
 
 def test_a_model_that_ignores_audio_refuses_audio():
@@ -236,20 +239,22 @@ def test_a_model_that_ignores_audio_refuses_audio():
 
 def test_tokens_equal_those_of_generate(tmp_path):
     """The engine and transformers generate equal tokens for a model with only an audio encoder."""
-    folder, chats, answers, depends = image_archs.build("glmasr", tmp_path, "audio")
-    assert depends
+    folder, chats, expected, depends_on_audio = image_archs.build("glmasr", tmp_path, "audio")
+    assert depends_on_audio
     assert may_accept_media(str(folder))
     engine = open_engine(folder, block_size=4, max_num_batched_tokens=32)
     try:
         assert (engine._parts.images.name, engine._parts.images.kind) == ("packed", "audio")
-        assert image_archs._mixed(engine, chats) == answers
+        assert image_archs._mixed(engine, chats) == expected
         engine.check()
-        num_encoded = engine.stats().num_image_encodings
-        assert image_archs._cached(engine, chats) == answers
-        assert engine.stats().num_image_encodings == num_encoded
-        with pytest.raises(
-            RequestError, match=r"images are refused, because .* no image processor"
-        ):
+
+        # The features of the audio are cached, so no audio is encoded again.
+        num_encodings = engine.stats().num_image_encodings
+        assert image_archs._cached(engine, chats) == expected
+        assert engine.stats().num_image_encodings == num_encodings
+
+        reason = r"images are refused, because .* no image processor"
+        with pytest.raises(RequestError, match=reason):
             engine.image_prompt(image_archs.make_chats()[0])
     finally:
         engine.close()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 from nereid_backend import ConfigError, RequestError
@@ -22,26 +23,30 @@ IMAGE = b"the bytes of an image"
 class Handler(http.server.BaseHTTPRequestHandler):
     """A web server whose response depends on the path: an image, a redirect, or an error."""
 
+    REDIRECTS: ClassVar = {
+        "/once": "/image",
+        "/loop": "/loop",
+        "/private": "http://10.0.0.1/image",
+        "/other": "http://other.example/image",
+        "/file": "file:///etc/passwd",
+        "/damaged": "http://[",
+    }
+
     def do_GET(self):
-        target = {
-            "/once": "/image",
-            "/loop": "/loop",
-            "/private": "http://10.0.0.1/image",
-            "/other": "http://other.example/image",
-            "/file": "file:///etc/passwd",
-            "/damaged": "http://[",
-        }.get(self.path)
-        self.send_response(302 if target else 404 if self.path == "/missing" else 200)
-        if target:
-            self.send_header("Location", target)
+        if self.path in self.REDIRECTS:
+            self.send_response(302)
+            self.send_header("Location", self.REDIRECTS[self.path])
+            self.end_headers()
+            return
+        self.send_response(404 if self.path == "/missing" else 200)
         self.end_headers()
         if self.path == "/slow":
             for _ in range(100):
                 self.wfile.write(b"x")
                 time.sleep(0.05)
         elif self.path == "/large":
-            self.wfile.write(bytes(5000))
-        elif not target:
+            self.wfile.write(bytes(5 * MAX_BYTES))
+        else:
             self.wfile.write(IMAGE)
 
     def log_message(self, *_):
@@ -50,6 +55,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def port():
+    """The port of a web server on this machine (see `Handler`)."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server.server_port
@@ -67,6 +73,7 @@ def local_is_public(monkeypatch):
 
 
 def read(sources, *urls, limits=LIMITS):
+    """Return the images of the URLs. A data URL is unchanged, and other images are base64."""
     return sources.read([url.encode() for url in urls], limits, MAX_BYTES)
 
 
@@ -104,17 +111,17 @@ def test_wrong_answers_are_refused(port, local_is_public, path, problem):
 
 
 def test_a_slow_lookup_of_a_host_does_not_exceed_the_time_limit(monkeypatch):
-    is_over = threading.Event()
+    test_has_ended = threading.Event()
 
-    def look_up(*_args, **_kwargs):
-        is_over.wait(10)
+    def slow_lookup(*_args, **_kwargs):
+        test_has_ended.wait(timeout=10)
         return []
 
-    monkeypatch.setattr(image_sources.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(image_sources.socket, "getaddrinfo", slow_lookup)
     start = time.monotonic()
     with pytest.raises(RequestError, match="took longer than the limit"):
         read(ImageSources("*", timeout_s=0.2), "http://example.org/image.png")
-    is_over.set()
+    test_has_ended.set()
     assert time.monotonic() - start < 5
 
 
@@ -166,19 +173,24 @@ def test_subdomains_are_allowed_by_a_wildcard():
 
 
 def test_a_device_outside_the_folder_is_not_even_opened(tmp_path, monkeypatch):
-    opened = []
-    real_open = os.open
-    monkeypatch.setattr(
-        image_sources.os, "open", lambda path, *rest: opened.append(path) or real_open(path, *rest)
-    )
+    opened_paths = []
+    open_file = os.open
+
+    def record_and_open(path, *rest):
+        opened_paths.append(path)
+        return open_file(path, *rest)
+
+    monkeypatch.setattr(image_sources.os, "open", record_and_open)
     (tmp_path / "link").symlink_to("/dev/null")
     for path in ("/dev/null", f"{tmp_path}/../../dev/null", f"{tmp_path}/link"):
         with pytest.raises(RequestError, match="does not exist, or is not a regular file"):
             read(ImageSources(folder=str(tmp_path)), f"file://{path}")
-    assert not opened
+    assert not opened_paths
 
 
-def test_only_files_in_the_folder_are_read(tmp_path):
+@pytest.fixture
+def image_folder(tmp_path):
+    """A folder with two image files, a link to a file outside of the folder, and a pipe."""
     folder = tmp_path / "images"
     folder.mkdir()
     (folder / "a b.png").write_bytes(IMAGE)
@@ -186,18 +198,28 @@ def test_only_files_in_the_folder_are_read(tmp_path):
     (tmp_path / "secret").write_bytes(b"secret")
     (folder / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(folder / "pipe")
-    sources = ImageSources(folder=str(folder))
-    assert base64.b64decode(read(sources, f"file://{folder}/a%20b.png")[0]) == IMAGE
+    return folder
+
+
+def test_a_file_in_the_folder_is_read(image_folder):
+    [image] = read(ImageSources(folder=str(image_folder)), f"file://{image_folder}/a%20b.png")
+    assert base64.b64decode(image) == IMAGE
+
+
+@pytest.mark.parametrize("name", ["link", "../secret", "pipe", "none", "", "%00"])
+def test_only_files_in_the_folder_are_read(image_folder, name):
+    with pytest.raises(RequestError, match="does not exist, or is not a regular file"):
+        read(ImageSources(folder=str(image_folder)), f"file://{image_folder}/{name}")
+
+
+def test_files_that_the_settings_do_not_allow_are_refused(image_folder):
+    sources = ImageSources(folder=str(image_folder))
     with pytest.raises(RequestError, match="more than the 1000 bytes"):
-        read(sources, f"file://{folder}/large.png")
-    outside = ("link", "../secret", "pipe", "none", "", "%00")
-    for name in outside:
-        with pytest.raises(RequestError, match="does not exist, or is not a regular file"):
-            read(sources, f"file://{folder}/{name}")
+        read(sources, f"file://{image_folder}/large.png")
     with pytest.raises(RequestError, match="does not exist"):
-        read(sources, f"file://host{folder}/a%20b.png")
+        read(sources, f"file://host{image_folder}/a%20b.png")
     with pytest.raises(RequestError, match="this server reads no local files"):
-        read(ImageSources(), f"file://{folder}/a%20b.png")
+        read(ImageSources(), f"file://{image_folder}/a%20b.png")
 
 
 def test_a_file_with_a_name_outside_ascii_is_read_in_a_model_of_the_triton_server(tmp_path):
@@ -211,9 +233,12 @@ def test_a_file_with_a_name_outside_ascii_is_read_in_a_model_of_the_triton_serve
         "content = sources._read_file(url, 'image', 1000, _Budget(1000, float('inf'))); "
         "sys.stdout.buffer.write(content)"
     )
-    ascii_names = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-c", program]
-    assert subprocess.run(command, env=ascii_names, check=True, stdout=-1).stdout == IMAGE
+    # The Triton server starts models with these variables, so that file names are ASCII.
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE
+    )
+    assert result.stdout == IMAGE
 
 
 def test_the_images_of_a_request_share_one_limit(tmp_path):

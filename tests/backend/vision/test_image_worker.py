@@ -27,13 +27,17 @@ from loadtest.bench.bench_large_images import SEE
 
 @pytest.fixture
 def ask():
-    """A function that sends a request to a child process of a worker and returns the answer."""
+    """A function that sends a request to a child process of a worker and returns the answer.
+
+    The child calls the function `prepare` with the text and the images of the request.
+    """
     workers = {}
 
     def send(prepare, image=b"image", timeout_s=5.0):
-        children = workers.setdefault(prepare, ChildProcesses(prepare, timeout_s))
+        if prepare not in workers:
+            workers[prepare] = ChildProcesses(prepare, timeout_s)
         request = Message(msgpack.packb(["text", [image]]))
-        return msgpack.unpackb(children.answer(request).read())
+        return msgpack.unpackb(workers[prepare].answer(request).read())
 
     yield send
     for children in workers.values():
@@ -57,17 +61,17 @@ def test_a_child_answers_several_requests_and_is_then_replaced(ask):
 
 @pytest.mark.parametrize("image", [b"refuse", b"crash"])
 def test_a_child_that_refused_a_request_or_crashed_is_not_used_again(ask, image):
-    (first,) = ask(answer_pid)[1]
+    (first_pid,) = ask(answer_pid)[1]
     assert ask(answer_pid, image)[0] == "refused"
-    (second,) = ask(answer_pid)[1]
-    assert second != first
+    (second_pid,) = ask(answer_pid)[1]
+    assert second_pid != first_pid
 
 
 def test_a_request_is_sent_to_a_new_child_if_the_old_child_has_ended(ask):
-    (first,) = ask(answer_pid)[1]
-    os.kill(first, signal.SIGKILL)
-    kind, (second,), _ = ask(answer_pid)
-    assert (kind, second != first) == ("done", True)
+    (first_pid,) = ask(answer_pid)[1]
+    os.kill(first_pid, signal.SIGKILL)
+    kind, (second_pid,), _ = ask(answer_pid)
+    assert (kind, second_pid != first_pid) == ("done", True)
 
 
 def test_a_worker_that_has_ended_between_two_requests_is_started_again():

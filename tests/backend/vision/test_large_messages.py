@@ -13,15 +13,18 @@ _LARGE = os.urandom(3 * 2**20)
 
 @pytest.mark.parametrize("data", [_SMALL, _LARGE, b"a" * large_messages._MIN_FILE_BYTES])
 def test_a_message_arrives_unchanged_and_can_be_forwarded(data):
-    first, worker_end = Pipe()
-    worker_start, last = Pipe()
-    Message(data).send(first)
-    message = receive_message(worker_end)
+    client, worker = Pipe()
+    worker_to_child, child = Pipe()
+
+    Message(data).send(client)
+    message = receive_message(worker)
     assert message.starts_with(data[:5])
     assert not message.starts_with(b"other")
-    for _ in range(2):  # a message can be sent again
-        message.send(worker_start)
-        assert receive_message(last).read() == data
+
+    # A message can be sent several times.
+    for _ in range(2):
+        message.send(worker_to_child)
+        assert receive_message(child).read() == data
     assert message.read() == data
 
 
@@ -36,31 +39,31 @@ def test_the_descriptors_of_messages_are_closed():
     def num_descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    start, end = Pipe()
-    before = num_descriptors()
+    sender, receiver = Pipe()
+    num_before = num_descriptors()
     for _ in range(5):
-        Message(_LARGE).send(start)
-        assert receive_message(end).read() == _LARGE
-    assert num_descriptors() == before
+        Message(_LARGE).send(sender)
+        assert receive_message(receiver).read() == _LARGE
+    assert num_descriptors() == num_before
 
 
-def test_an_invalid_descriptor_is_an_error_of_the_connection():
-    start, end = Pipe()
-    start.send_bytes(b"")
-    start.close()
+def test_a_message_without_its_descriptor_is_an_error_of_the_connection():
+    sender, receiver = Pipe()
+    sender.send_bytes(b"")
+    sender.close()
     with pytest.raises((EOFError, OSError)):
-        receive_message(end)
+        receive_message(receiver)
 
-    end.close()
 
-    start, end = Pipe()
-    reader, writer = os.pipe()
-    start.send_bytes(b"")
-    reduction.send_handle(start, reader, None)
-    os.close(reader)
-    os.close(writer)
+def test_a_descriptor_that_is_not_a_file_is_an_error_of_the_connection():
+    sender, receiver = Pipe()
+    pipe_reader, pipe_writer = os.pipe()
+    sender.send_bytes(b"")
+    reduction.send_handle(sender, pipe_reader, None)
+    os.close(pipe_reader)
+    os.close(pipe_writer)
     with pytest.raises((EOFError, OSError)):
-        receive_message(end).read()
+        receive_message(receiver).read()
 
 
 def test_a_message_with_too_many_bytes_is_refused():

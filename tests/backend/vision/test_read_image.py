@@ -75,7 +75,7 @@ def test_the_first_frame_of_a_legal_file_has_the_right_colours(data):
     assert (image.mode, image.size) == ("RGB", (30, 20))
     for position, colour in (((3, 3), RED), ((26, 16), BLUE)):
         pairs = zip(image.getpixel(position), colour, strict=True)
-        assert all(abs(given - expected) < 12 for given, expected in pairs)
+        assert all(abs(channel - expected) < 12 for channel, expected in pairs)
 
 
 def test_the_rotation_in_the_exif_data_is_applied():

@@ -38,22 +38,20 @@ _PROCESSORS = {
 @pytest.fixture
 def share(monkeypatch):
     """A function that calls `share_pixels`. Its changes of libraries are undone after the test."""
+    block_size = Image.core.get_block_size()
 
-    def call():
+    def share_and_undo_later():
+        # After the test, monkeypatch restores these functions, which `share_pixels` replaces.
         for owner, name in (
             (image_processing_backends, "convert_to_rgb_pil"),
             (image_transforms, "to_pil_image"),
             (image_processing_backends.PilBackend, "process_image"),
         ):
             monkeypatch.setattr(owner, name, getattr(owner, name))
-        block_size = Image.core.get_block_size()
         share_pixels(16 * 10**6)
-        sizes.append(block_size)
 
-    sizes = []
-    yield call
-    for block_size in sizes:
-        Image.core.set_block_size(block_size)
+    yield share_and_undo_later
+    Image.core.set_block_size(block_size)
 
 
 def leaves(value):
@@ -67,16 +65,18 @@ def leaves(value):
 def test_the_pixels_are_the_same_with_shared_memory(name, share):
     processor = getattr(transformers, name)(**_PROCESSORS[name])
     images = [picture(1, 203, 131), picture(2, 60, 160), Image.new("RGB", (224, 224), "red")]
-    expected = [dict(processor([image])) for image in images]
+    expected_outputs = [dict(processor([image])) for image in images]
+
     share()
-    for image, outputs in zip(images, expected, strict=True):
-        before = image.tobytes()
-        shared = dict(processor([image]))
-        assert shared.keys() == outputs.keys()
-        for key, value in outputs.items():
-            pairs = zip(leaves(shared[key]), leaves(value), strict=True)
-            assert all(np.array_equal(given, wanted) for given, wanted in pairs), key
-        assert image.tobytes() == before
+
+    for image, expected in zip(images, expected_outputs, strict=True):
+        original_pixels = image.tobytes()
+        outputs = dict(processor([image]))
+        assert outputs.keys() == expected.keys()
+        for key in expected:
+            pairs = zip(leaves(outputs[key]), leaves(expected[key]), strict=True)
+            assert all(np.array_equal(leaf, expected_leaf) for leaf, expected_leaf in pairs), key
+        assert image.tobytes() == original_pixels
 
 
 def test_an_array_shares_the_memory_and_leads_back_to_its_image():
@@ -87,8 +87,8 @@ def test_an_array_shares_the_memory_and_leads_back_to_its_image():
     assert array[1, 2].tolist() == [1, 2, 3]
     assert shared_image(array) is image
     assert shared_image(np.moveaxis(array, -1, 0)) is image
-    for other in (array[:-1], array[..., ::-1], array[:, :, :1], array.copy(), array[1:]):
-        assert shared_image(other) is None
+    for changed_view in (array[:-1], array[..., ::-1], array[:, :, :1], array.copy(), array[1:]):
+        assert shared_image(changed_view) is None
 
 
 def test_the_array_keeps_its_pixels_when_the_image_is_changed_or_deleted():

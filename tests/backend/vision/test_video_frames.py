@@ -30,9 +30,11 @@ def data_url(*frames: str, parameters: str = "") -> str:
 
 
 def split(part: dict, limits: ImageLimits | None = None):
-    """Split a chat that contains the part `part` and a text, and return the video of the part."""
-    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}]
-    messages, (video,) = split_messages(messages, limits or ImageLimits())
+    """Read a chat that contains the part `part` and a text, and return the video of the part."""
+    text_part = {"type": "text", "text": "What happens?"}
+    messages, (video,) = split_messages(
+        [{"role": "user", "content": [part, text_part]}], limits or ImageLimits()
+    )
     assert messages[0]["content"][0] == {"type": "video"}
     return video
 
@@ -68,13 +70,15 @@ FORMS = {
 def test_every_form_gives_the_same_frames(part, fps):
     video = split(part)
     assert video.video.fps == fps
+
     frames = read_video(video, ImageLimits())
     assert [image.tobytes() for image in frames] == [picture(n, 8, 6).tobytes() for n in (1, 2)]
+
     body = {"messages": [{"role": "user", "content": [part]}]}
     (url,) = take_media(body)
     assert body["messages"][0]["content"] == [{"type": "video"}]
-    again = read_video_url(url.decode(), "image", ImageLimits())
-    assert (list(again.frames), again.fps) == ([A, B], fps)
+    video_in_body = read_video_url(url.decode(), "image", ImageLimits())
+    assert (list(video_in_body.frames), video_in_body.fps) == ([A, B], fps)
 
 
 WRONG = {
@@ -125,14 +129,16 @@ def test_a_damaged_frame_is_named(second, message):
 @pytest.mark.skipif(not is_torchvision_available(), reason="torchvision is not installed")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tokens_equal_those_of_generate(model_type, tmp_path):
-    folder, chats, answers, depends = image_archs.build(model_type, tmp_path, kind="video")
-    assert depends
+    folder, chats, expected, depends_on_videos = image_archs.build(
+        model_type, tmp_path, kind="video"
+    )
+    assert depends_on_videos
     engine = open_engine(folder, block_size=4, max_num_batched_tokens=32)
     try:
         assert "videos" not in engine._parts.images.refused
-        assert image_archs._mixed(engine, chats) == answers
+        assert image_archs._mixed(engine, chats) == expected
         engine.check()
-        assert image_archs._cached(engine, chats) == answers
+        assert image_archs._cached(engine, chats) == expected
     finally:
         engine.close()
 

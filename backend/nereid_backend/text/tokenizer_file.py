@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RULES = ("normalizer", "pre_tokenizer")
+# The first setting changes only the positions of tokens in a text. tokenizer_config.json has
+# priority for the second setting.
+_IGNORED = ("trim_offsets", "add_prefix_space")
 
 
 def ignores_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> bool:
@@ -47,10 +50,10 @@ def ignores_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -
 
 
 def _rules(tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401 - a `tokenizers.Tokenizer`
-    """Return the content of tokenizer.json for a tokenizer, without the settings for offsets."""
+    """Return the content of tokenizer.json for a tokenizer, without the ignored settings."""
 
-    def without_offsets(fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in fields.items() if name != "trim_offsets"}
+    def without_ignored(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if name not in _IGNORED}
 
-    content: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=without_offsets)
+    content: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=without_ignored)
     return content

@@ -27,9 +27,10 @@ def digits_first() -> Tokenizer:
     return tokenizer
 
 
-def save(tokenizer, folder, class_name, model_type):
+def save(tokenizer, folder, class_name, model_type, **settings):
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": class_name}))
+    config = {"tokenizer_class": class_name, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
 
 
@@ -53,5 +54,7 @@ def test_the_rules_of_tokenizer_json_are_used(create, class_name, model_type, tm
 
 
 def test_a_class_with_the_rules_of_tokenizer_json_is_used(tmp_path):
-    save(byte_level(), tmp_path, "GPT2Tokenizer", "gpt2")
-    assert type(load_tokenizer(str(tmp_path))) is not TokenizersBackend
+    save(byte_level(), tmp_path, "GPT2Tokenizer", "gpt2", add_prefix_space=True)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert type(tokenizer) is not TokenizersBackend
+    assert tokenizer.encode("the quick") == tokenizer.encode(" the quick")

@@ -217,9 +217,9 @@ def test_defaults_of_the_checkpoint_without_an_effect_are_named(tmp_path):
     config = {"top_p": 0.9, "num_beams": 1, "typical_p": 1.0, "min_length": 0, "stop_strings": None}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert ignored_defaults(tmp_path) == []
-    config |= {"num_beams": 4, "suppress_tokens": [7]}
+    config |= {"num_beams": 4, "suppress_tokens": [7], "token_healing": False, "top_h": 0.4}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert ignored_defaults(tmp_path) == ["num_beams", "suppress_tokens"]
+    assert ignored_defaults(tmp_path) == ["num_beams", "suppress_tokens", "top_h"]
 
 
 @pytest.mark.parametrize(

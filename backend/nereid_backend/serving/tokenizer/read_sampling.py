@@ -31,6 +31,7 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _IGNORED: dict[str, float | None] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
+    "dola_layers": None,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1,
     "epsilon_cutoff": 0,
@@ -47,7 +48,10 @@ _IGNORED: dict[str, float | None] = {
     "sequence_bias": None,
     "stop_strings": None,
     "suppress_tokens": None,
+    "token_healing": 0,  # equals false
+    "top_h": None,
     "typical_p": 1,
+    "watermarking_config": None,
 }
 
 

@@ -70,13 +70,14 @@ def write_file(kind: str, folder: Path) -> Path:
 
     If `kind` is a K-quant, only the weights whose rows are long enough have this type.
     """
-    path = folder / f"{kind}.gguf"
-    others = {}
-    if kind in _NARROW:
-        others = dict.fromkeys(_NARROW_WEIGHTS, _NARROW[kind])
-    metadata = {"rope.freq_base": 10000.0}
+    other_kinds = dict.fromkeys(_NARROW_WEIGHTS, _NARROW[kind]) if kind in _NARROW else {}
     return write_gguf(
-        folder / "chat", "qwen3", kind, other_kinds=others, metadata=metadata, path=path
+        folder / "chat",
+        "qwen3",
+        kind,
+        other_kinds=other_kinds,
+        metadata={"rope.freq_base": 10000.0},
+        path=folder / f"{kind}.gguf",
     )
 
 
@@ -128,9 +129,8 @@ def generate(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]],
     for output in engine.generate(prompts, params):
         answer = output.outputs[0]
         answers.append(list(answer.token_ids))
-        # Each list begins with the chosen token. The likeliest tokens follow.
-        rows = [row.logprobs[1:] for row in answer.logprobs]
-        gaps.append([row[0] - row[1] for row in rows])
+        # Each list begins with the chosen token. The two likeliest tokens follow.
+        gaps.append([top.logprobs[1] - top.logprobs[2] for top in answer.logprobs])
     return answers, gaps
 
 
@@ -144,34 +144,39 @@ def compare_answers(
     """
     num_tokens = 0
     ratios = []
-    for answer, gap, other in zip(answers, gaps, expected, strict=True):
-        length = min(len(answer), len(other))
-        place = next((i for i in range(length) if answer[i] != other[i]), length)
-        num_tokens += place
+    for answer, gaps_of_answer, expected_answer in zip(answers, gaps, expected, strict=True):
+        pairs = enumerate(zip(answer, expected_answer, strict=False))
+        differences = (index for index, (token, other) in pairs if token != other)
+        num_equal = next(differences, min(len(answer), len(expected_answer)))
+        num_tokens += num_equal
         # The answer of the engine can end with the end-of-sequence token, which llama.cpp omits.
-        if place < len(other) or len(answer) - place > 1:
-            ratios.append(math.exp(gap[place]))
-    equal = len(answers) - len(ratios)
-    largest = f"{max(ratios):.2f}" if ratios else ""
-    return [f"{equal}/{len(answers)}", f"{num_tokens}/{sum(map(len, expected))}", largest]
+        if num_equal < len(expected_answer) or len(answer) - num_equal > 1:
+            ratios.append(math.exp(gaps_of_answer[num_equal]))
+    num_equal_answers = len(answers) - len(ratios)
+    return [
+        f"{num_equal_answers}/{len(answers)}",
+        f"{num_tokens}/{sum(map(len, expected))}",
+        f"{max(ratios):.2f}" if ratios else "",
+    ]
 
 
 def compare(kind: str, folder: Path, prompts: list[str]) -> list[list[str]]:
     """Return two rows of the table: one for prepack=False, and one for the default settings."""
     path = write_file(kind, folder)
     server = LlamaServer(path)
-    found = [server.generate(prompt) for prompt in prompts]
+    expected_prompts, expected = zip(*(server.generate(prompt) for prompt in prompts), strict=True)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    ids = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-    same_prompts = sum(one == other for one, (other, _) in zip(ids, found, strict=True))
+    tokenised = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+    pairs = zip(tokenised, expected_prompts, strict=True)
+    num_equal_prompts = sum(ids == expected_ids for ids, expected_ids in pairs)
     rows = []
     for prepack in (False, True):
         engine = open_engine(path, block_size=16, prepack=prepack, kv_cache_memory="64MiB")
-        answers, gaps = generate(engine, ids)
+        answers, gaps = generate(engine, tokenised)
         engine.close()
-        cells = compare_answers(answers, gaps, [expected for _, expected in found])
+        cells = compare_answers(answers, gaps, list(expected))
         name = "default" if prepack else "prepack=False"
-        rows.append([kind, name, f"{same_prompts}/{len(prompts)}", *cells])
+        rows.append([kind, name, f"{num_equal_prompts}/{len(prompts)}", *cells])
     return rows
 
 
@@ -179,7 +184,7 @@ def main() -> None:
     """Compare the requested types, and print the table."""
     parser = argparse.ArgumentParser(description="Compare greedy tokens with llama.cpp.")
     parser.add_argument("kinds", nargs="*", default=[*KINDS, *_NARROW])
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     prompts = [
         tokenizer.apply_chat_template(
@@ -188,10 +193,10 @@ def main() -> None:
         for question in QUESTIONS
     ]
     rows = []
-    with tempfile.TemporaryDirectory(prefix="nereid-llama-") as name:
-        shutil.copytree(DEMO, Path(name) / "chat")
-        for kind in asked.kinds:
-            rows += compare(kind, Path(name), prompts)
+    with tempfile.TemporaryDirectory(prefix="nereid-llama-") as temporary_folder:
+        shutil.copytree(DEMO, Path(temporary_folder) / "chat")
+        for kind in arguments.kinds:
+            rows += compare(kind, Path(temporary_folder), prompts)
             sys.stderr.write(f"{rows[-2:]}\n")
     head = [
         "type",

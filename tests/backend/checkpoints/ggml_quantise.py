@@ -16,6 +16,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 @functools.cache
 def _ggml() -> ctypes.CDLL:
+    """Load the library ggml. Skip the test if the package libggml is not installed."""
     libggml = pytest.importorskip("libggml")
     library = ctypes.CDLL(str(Path(libggml.__file__).parent / "lib64" / "libggml-base.so.0"))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
@@ -40,8 +41,8 @@ def quantise(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.empty((len(rows), rows.shape[1] // block_size * block_bytes), dtype=np.uint8)
     importance = np.ones(rows.shape[1], dtype=np.float32)
-    written = _ggml().ggml_quantize_chunk(
+    num_written_bytes = _ggml().ggml_quantize_chunk(
         kind, rows.ctypes.data, blocks.ctypes.data, 0, *rows.shape, importance.ctypes.data
     )
-    assert written == blocks.nbytes
+    assert num_written_bytes == blocks.nbytes
     return blocks.reshape(*weight.shape[:-1], -1)

@@ -1,6 +1,7 @@
 """Converts checkpoints to GGUF files, as the converter and the quantiser of llama.cpp do."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,7 +72,31 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     path = path or folder / f"{kind}.gguf"
     writer = gguf.GGUFWriter(path, architecture)
-    numbers = {
+    for name, number in (_sizes(config) | (metadata or {})).items():
+        add = writer.add_float32 if isinstance(number, float) else writer.add_uint32
+        add(f"{architecture}.{name}", number)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
+    if (folder / "tokenizer.json").exists():
+        _add_tokenizer(writer, folder)
+    for name, weight in _converted_weights(folder, architecture, config).items():
+        kind_name = (other_kinds or {}).get(name.split(".")[-2], kind)
+        weight_kind = gguf.GGMLQuantizationType[kind_name]
+        block_size, _ = gguf.GGML_QUANT_SIZES[weight_kind]
+        if weight.dim() == 1 or weight.shape[-1] % block_size:
+            weight_kind = gguf.GGMLQuantizationType.F32
+        blocks = quantise(weight.float().numpy(), weight_kind)
+        writer.add_tensor(name, blocks, raw_dtype=weight_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _sizes(config: dict) -> dict[str, int]:
+    """Return the sizes in a config by their names in GGUF files."""
+    sizes = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
@@ -80,32 +105,20 @@ def write_gguf(
         "attention.head_count_kv": config["num_key_value_heads"],
     }
     if config.get("head_dim"):
-        numbers["attention.key_length"] = config["head_dim"]
-    for name, number in (numbers | (metadata or {})).items():
-        add = writer.add_float32 if isinstance(number, float) else writer.add_uint32
-        add(f"{architecture}.{name}", number)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
-    if (folder / "tokenizer.json").exists():
-        _add_tokenizer(writer, folder)
-    stored, experts = {}, {}
+        sizes["attention.key_length"] = config["head_dim"]
+    return sizes
+
+
+def _converted_weights(folder: Path, architecture: str, config: dict) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint by their GGUF names. Experts of a layer are stacked."""
+    weights, experts = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        new_name, weight = _convert(name, weight, architecture, config)
-        if "exps" in new_name:
-            experts.setdefault(new_name, []).append(weight)
+        gguf_name, converted = _convert(name, weight, architecture, config)
+        if "exps" in gguf_name:
+            experts.setdefault(gguf_name, []).append(converted)
         else:
-            stored[new_name] = weight
-    stored |= {name: torch.stack(weights) for name, weights in experts.items()}
-    for name, weight in stored.items():
-        used = gguf.GGMLQuantizationType[(other_kinds or {}).get(name.split(".")[-2], kind)]
-        if weight.dim() == 1 or weight.shape[-1] % gguf.GGML_QUANT_SIZES[used][0]:
-            used = gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, quantise(weight.float().numpy(), used), raw_dtype=used)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+            weights[gguf_name] = converted
+    return weights | {name: torch.stack(stacked) for name, stacked in experts.items()}
 
 
 def dequantised_weights(folder: Path, path: Path) -> dict[str, torch.Tensor]:
@@ -144,21 +157,25 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
 
 
 def _convert(name: str, weight: torch.Tensor, architecture: str, config: dict):
-    """Return the name and the values that a weight of a checkpoint has in a GGUF file."""
+    """Return the name and the values that a weight of a checkpoint has in a GGUF file.
+
+    Example: the name "model.layers.3.mlp.up_proj.weight" becomes "blk.3.ffn_up.weight".
+    """
     is_gemma = architecture.startswith("gemma")
     if is_gemma and name.endswith("norm.weight"):
         weight = weight + 1
     if name in _TOP:
         return _TOP[name], weight.contiguous()
-    _, _, layer, rest = name.split(".", 3)
-    part, _, suffix = rest.rpartition(".")
+    _, _, layer, name_in_layer = name.split(".", 3)
+    part, _, suffix = name_in_layer.rpartition(".")
     if ".experts." in part:
-        before, _, after = part.partition(".experts.")
-        part = f"{before}.experts.{after.split('.', 1)[1]}"
+        # Remove the number of the expert: "mlp.experts.5.up_proj" becomes "mlp.experts.up_proj".
+        part = re.sub(r"\.experts\.\d+\.", ".experts.", part)
     if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+        # In GGUF files of this architecture, the two halves of each head are interleaved.
         is_key = part.endswith("k_proj")
-        heads = config["num_key_value_heads" if is_key else "num_attention_heads"]
-        halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+        num_heads = config["num_key_value_heads" if is_key else "num_attention_heads"]
+        halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
         weight = halves.transpose(1, 2).reshape(weight.shape)
     names = _NAMES | (_GEMMA_NORMS if is_gemma else _NORMS)
     return f"blk.{layer}.{names[part]}.{suffix}", weight.contiguous()

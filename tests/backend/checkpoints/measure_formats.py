@@ -74,6 +74,7 @@ def _safetensors(make: Callable[[], tuple[dict, writers.Encoder]]) -> Callable[[
 
 
 def _compressed(kind: str, **arguments: Any) -> Format:
+    """Return a format of compressed-tensors; see `writers.compressed_tensors` for the arguments."""
     make = lambda: writers.compressed_tensors(kind, **arguments)  # noqa: E731
     return Format("compressed-tensors", _safetensors(make))
 
@@ -93,6 +94,7 @@ def _gguf(kind: str, other_kinds: dict[str, str] | None = None) -> Format:
 
 
 def _unchanged(plain: Path, folder: Path) -> Path:
+    """Return the path of the checkpoint itself."""
     del folder
     return plain
 
@@ -146,15 +148,15 @@ def count_equal_tokens(row: Format, folder: Path) -> str:
     path = row.write(plain, folder / "quantised")
     engine = open_engine(path, block_size=16, prepack=False)
     try:
-        found = run_staggered(engine)
+        answers = run_staggered(engine)
     finally:
         engine.close()
-    pairs = [
-        pair
-        for one, other in zip(reference(plain), found, strict=True)
-        for pair in zip(one, other, strict=True)
+    are_equal = [
+        expected_token == token
+        for expected_answer, answer in zip(reference(plain), answers, strict=True)
+        for expected_token, token in zip(expected_answer, answer, strict=True)
     ]
-    return f"{sum(one == other for one, other in pairs)}/{len(pairs)}"
+    return f"{sum(are_equal)}/{len(are_equal)}"
 
 
 def measure_speed(row: Format, folder: Path, shape: str, answer: int) -> list[str]:
@@ -179,11 +181,11 @@ def measure_speed(row: Format, folder: Path, shape: str, answer: int) -> list[st
         repeat=3,
         has_cpu_clock=True,
     )
-    found = run_contestant("nereid", path, workload, _LIMIT_S, row.settings)
-    if "error" in found:
-        return [found["error"], "", "", ""]
-    sizes = [f"{found[name] / 2**20:.0f}" for name in ("weights_bytes", "peak_bytes")]
-    return [*sizes, *(f"{found['decode'][batch]:.0f}" for batch in ("1", "16"))]
+    result = run_contestant("nereid", path, workload, _LIMIT_S, row.settings)
+    if "error" in result:
+        return [result["error"], "", "", ""]
+    sizes = [f"{result[name] / 2**20:.0f}" for name in ("weights_bytes", "peak_bytes")]
+    return [*sizes, *(f"{result['decode'][batch]:.0f}" for batch in ("1", "16"))]
 
 
 def _to_float32(folder: Path) -> None:
@@ -220,15 +222,15 @@ def main() -> None:
     parser.add_argument("formats", nargs="*", default=[""], help="beginnings of names of formats")
     parser.add_argument("--shape", choices=SHAPES, default="0.1b", help="shape of the large model")
     parser.add_argument("--answer", type=int, default=32, help="number of generated tokens")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("nereid_backend").setLevel(ERROR)
     torch.set_num_threads(1)
     rows = []
     for name in FORMATS:
-        if name.startswith(tuple(asked.formats)):
-            rows.append(measure(name, asked.shape, asked.answer))
+        if name.startswith(tuple(arguments.formats)):
+            rows.append(measure(name, arguments.shape, arguments.answer))
             sys.stderr.write(f"{rows[-1]}, load average {os.getloadavg()[0]:.1f}\n")
     head = ["format", "library that wrote the file", "equal tokens", "weights, MiB", "peak, MiB"]
     text = table([*head, "tokens/CPU s, batch 1", "tokens/CPU s, batch 16"], rows)

@@ -4,6 +4,7 @@ import math
 import os
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -64,6 +65,10 @@ def _cache(monkeypatch, tmp_path):
 
 
 def load(path, dtype="float32", *, use_panels=False):
+    """Return the model of a checkpoint on the CPU.
+
+    With `use_panels`, integer weights are copied into the layout of the CPU kernels.
+    """
     return load_checkpoint(
         str(path),
         dtype=dtype,
@@ -79,12 +84,15 @@ def test_a_float_file_computes_the_logits_of_the_checkpoint(architecture, tmp_pa
     family, metadata = CASES[architecture]
     folder = family.save(tmp_path / "checkpoint")
     file = write_gguf(folder, architecture, "F32", metadata=metadata)
-    expected, found = load(folder), load(file)
-    for name, weight in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[name], weight), name
+
+    model_of_file, model = load(file), load(folder)
+
+    weights = model_of_file.state_dict()
+    for name, expected in model.state_dict().items():
+        assert torch.equal(weights[name], expected), name
     ids = torch.arange(3, 43)[None]
     with torch.inference_mode():
-        difference = (found(ids).logits - expected(ids).logits).abs().max()
+        difference = (model_of_file(ids).logits - model(ids).logits).abs().max()
     assert difference < 1e-5
 
 
@@ -103,28 +111,33 @@ SCALE_STARTS = {
 
 def random_blocks(kind, num_blocks, seed=0):
     """Return blocks of random integers with finite scales, and the number of weights in a block."""
-    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    num_weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (num_blocks, num_bytes), dtype=np.uint8)
     scales = random.uniform(0.001, 0.1, (num_blocks, 2)).astype(np.float16).view(np.uint8)
-    for place, start in enumerate(SCALE_STARTS.get(kind.name, [0])):
-        blocks[:, start : start + 2] = scales[:, 2 * place : 2 * place + 2]
-    return blocks, size
+    for index, start in enumerate(SCALE_STARTS.get(kind.name, [0])):
+        blocks[:, start : start + 2] = scales[:, 2 * index : 2 * index + 2]
+    return blocks, num_weights
 
 
 @pytest.mark.parametrize("name", [*BLOCK_TYPES, "IQ3_S"])
 def test_blocks_are_dequantised_like_in_the_gguf_library(name, tmp_path):
     kind = gguf.GGMLQuantizationType[name]
-    blocks, size = random_blocks(kind, 12)
+    blocks, weights_per_block = random_blocks(kind, num_blocks=12)
     if name in ("Q4_K", "Q5_K"):
         # The first groups of this block have the scale 0.
         blocks[3, 4:8] = 0
         blocks[3, 12:16] = 0
-    (tmp_path / "file").write_bytes(b"1234" + blocks.tobytes())
-    tensor = GgufTensor("x", (4, 3 * size), kind, 4, blocks.nbytes)
-    found = GgufWeight(tmp_path / "file", tensor, torch.float32)[...]
+    file = tmp_path / "file"
+    file.write_bytes(b"1234" + blocks.tobytes())
+    # Each of the four rows has three blocks.
+    shape = (4, 3 * weights_per_block)
+    tensor = GgufTensor("x", shape, kind, start=4, num_bytes=blocks.nbytes)
+
+    weights = GgufWeight(file, tensor, torch.float32)[...]
+
     expected = gguf.dequantize(blocks.reshape(4, -1), kind)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_engine_generates_the_tokens_of_the_dequantised_model(tmp_path):
@@ -132,16 +145,18 @@ def test_an_engine_generates_the_tokens_of_the_dequantised_model(tmp_path):
     file = write_gguf(folder, "llama", "Q8_0")
     assert any(type(module) is GroupedLinear for module in load(file, use_panels=True).modules())
     load(file).save_pretrained(folder)
-    outputs = []
-    for path in (folder, file):
+
+    def answers(path):
         engine = open_engine(path)
-        outputs.append(engine.generate([[5, 6, 7], [9, 8, 7, 6, 5]], PARAMS))
+        outputs = engine.generate([[5, 6, 7], [9, 8, 7, 6, 5]], PARAMS)
         engine.close()
-    for one, other in zip(*outputs, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        return [output.outputs[0].token_ids for output in outputs]
+
+    assert answers(file) == answers(folder)
 
 
 def bpe_tokenizer():
+    """Return a byte-level BPE tokenizer whose merges come from a few English words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -154,12 +169,14 @@ def bpe_tokenizer():
 
 def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path):
     tokenizer = bpe_tokenizer()
-    content = json.loads(tokenizer.to_str())["model"]
-    tokens = sorted(content["vocab"], key=content["vocab"].get)
-    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
-    path = write_gguf(folder, "llama", "F32")
-    add_tokenizer(path, tokens, [" ".join(pair) for pair in content["merges"]], "gpt-2")
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [" ".join(pair) for pair in model["merges"]]
+    path = write_gguf(BY_NAME["llama"].save(tmp_path / "checkpoint"), "llama", "F32")
+    add_tokenizer(path, tokens, merges, "gpt-2", template="[{{ messages[0].content }}]")
+
     loaded = AutoTokenizer.from_pretrained(checkpoint_folder(str(path)))
+
     for text in ("the tokens", "in the file of<|end|>", "  the\n file"):
         assert loaded.encode(text) == tokenizer.encode(text).ids
     assert loaded.eos_token == "<|end|>"
@@ -174,8 +191,8 @@ def test_an_embedding_model_does_not_need_the_output_layer_of_a_file(tmp_path):
     embedder = Embedder(str(path), task="embed", num_threads=1)
     with torch.inference_mode():
         expected = model.model(torch.tensor([[5, 9, 11]])).last_hidden_state[0, -1]
-    found = embedder.encode([[5, 9, 11]], normalize=False)[0]
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
+    vector = embedder.encode([[5, 9, 11]], normalize=False)[0]
+    np.testing.assert_allclose(vector, expected.numpy(), atol=1e-4)
 
 
 def test_a_chat_with_tools_uses_the_template_for_tools_in_the_file(tmp_path):
@@ -195,71 +212,58 @@ def test_a_chat_with_tools_uses_the_template_for_tools_in_the_file(tmp_path):
 def test_a_sentencepiece_tokenizer_adds_a_space_only_if_the_file_says_so(
     adds_space, first_token, tmp_path
 ):
-    tokens = [
-        "<unk>",
-        "</s>",
-        *(f"<0x{i:02X}>" for i in range(256)),
-        "▁",
-        "a",
-        "b",
-        "▁a",
-        "ab",
-        "▁ab",
-    ]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    # Longer tokens have higher scores, so that they are merged first.
+    scores_of_texts = {"▁": -9.0, "a": -8.0, "b": -7.0, "▁a": -3.0, "ab": -2.0, "▁ab": -1.0}
     metadata = {
+        "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [0.0] * 258 + [-9.0, -8.0, -7.0, -3.0, -2.0, -1.0],
+        "tokenizer.ggml.tokens": ["<unk>", "</s>", *byte_tokens, *scores_of_texts],
+        "tokenizer.ggml.scores": [0.0] * 258 + list(scores_of_texts.values()),
+        # The types are: 1 for a normal token, 2 for unknown, 3 for control, and 6 for a byte.
         "tokenizer.ggml.token_type": [2, 3] + [6] * 256 + [1] * 6,
         "tokenizer.ggml.add_bos_token": False,
     }
     if adds_space is not None:
         metadata["tokenizer.ggml.add_space_prefix"] = adds_space
-    file = GgufFile(Path("x.gguf"), {"general.architecture": "llama"} | metadata, {})
-    gguf_folder._write_tokenizer(file, tmp_path)
+
+    gguf_folder._write_tokenizer(GgufFile(Path("x.gguf"), metadata, {}), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+
     ids = tokenizer.encode("ab a")
     assert tokenizer.convert_ids_to_tokens(ids) == [first_token, "▁a"]
     assert tokenizer.decode(ids) == "ab a"
 
 
 def test_special_tokens_that_the_file_lacks_are_ordinary_text(tmp_path):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, "<|end|>", "<think>"]
-    metadata = {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": [],
-        "tokenizer.ggml.token_type": [1] * len(alphabet) + [3, 4],
-        "tokenizer.ggml.eos_token_id": len(alphabet),
-    }
-    gguf_folder._write_tokenizer(GgufFile(Path("x.gguf"), metadata, {}), tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    ids = tokenizer.encode("<|end|><think><|endoftext|>")
-    spelled = [alphabet.index(letter) for letter in "<|endoftext|>"]
-    assert ids == [len(alphabet), len(alphabet) + 1, *spelled]
-    assert len(tokenizer) == len(tokens)
+    # The type 3 is a special token, and 4 is another added token.
+    tokenizer, ids = load_byte_level_tokenizer(
+        tmp_path, ["<|end|>", "<think>"], [3, 4], "llama-bpe", eos_token_id="<|end|>"
+    )
+    letters = [ids[letter] for letter in "<|endoftext|>"]
+    encoded = tokenizer.encode("<|end|><think><|endoftext|>")
+    assert encoded == [ids["<|end|>"], ids["<think>"], *letters]
+    assert len(tokenizer) == len(ids)
 
 
-def load_byte_level_tokenizer(folder, tokens, kinds, pre_tokenizer, **metadata):
+def load_byte_level_tokenizer(folder, tokens, kinds, pre_tokenizer, **special_tokens):
     """Return the tokenizer of a file whose vocabulary has all bytes, and then `tokens`.
 
-    `kinds` contains the type of each token in `tokens`. The second result is the id of each text in
-    the vocabulary.
+    `kinds` contains the type of each token in `tokens`: 1 for a normal token, 3 for a special token
+    and 4 for another added token. `special_tokens` maps names such as "eos_token_id" to tokens. The
+    second result is the id of each text in the vocabulary.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = [*alphabet, *tokens]
-    values = {
+    fields = {
         "model": "gpt2",
         "pre": pre_tokenizer,
         "tokens": vocabulary,
         "merges": [],
         "token_type": [1] * len(alphabet) + kinds,
-        **{name: vocabulary.index(token) for name, token in metadata.items()},
+        **{name: vocabulary.index(token) for name, token in special_tokens.items()},
     }
-    metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     file = GgufFile(Path("x.gguf"), {"general.architecture": "qwen2"} | metadata, {})
     gguf_folder._write_tokenizer(file, folder)
     ids = {token: token_id for token_id, token in enumerate(vocabulary)}
@@ -268,20 +272,20 @@ def load_byte_level_tokenizer(folder, tokens, kinds, pre_tokenizer, **metadata):
 
 @pytest.mark.parametrize("pre_tokenizer", ["deepseek-r1-qwen", "llama-bpe"])
 def test_special_tokens_with_other_letters_than_bytes_are_one_token(pre_tokenizer, tmp_path):
-    tokens = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think>", "<я>"]
+    begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
     tokenizer, ids = load_byte_level_tokenizer(
         tmp_path,
-        tokens,
-        [3, 3, 3, 4, 4],
-        pre_tokenizer,
-        bos_token_id=tokens[0],
-        eos_token_id=tokens[1],
+        tokens=[begin, end, "<｜User｜>", "<think>", "<я>"],
+        kinds=[3, 3, 3, 4, 4],
+        pre_tokenizer=pre_tokenizer,
+        bos_token_id=begin,
+        eos_token_id=end,
     )
-    pieces = ["<｜User｜>", "a", "<think>", "b", "<я>", "<｜end▁of▁sentence｜>"]
-    found = tokenizer.encode("".join(pieces), add_special_tokens=False)
-    assert found == [ids[piece] for piece in pieces]
-    assert tokenizer.decode(found, skip_special_tokens=True) == "a<think>b<я>"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids[tokens[0]], ids[tokens[1]])
+    pieces = ["<｜User｜>", "a", "<think>", "b", "<я>", end]
+    token_ids = tokenizer.encode("".join(pieces), add_special_tokens=False)
+    assert token_ids == [ids[piece] for piece in pieces]
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == "a<think>b<я>"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids[begin], ids[end])
     assert len(tokenizer) == len(ids)
 
 
@@ -301,17 +305,19 @@ def test_characters_are_composed_as_in_the_tokenizers_of_qwen(tmp_path):
     assert tokenizer.encode("cafe\u0301") == tokenizer.encode("caf\u00e9")
 
 
-def add_tokenizer(
-    path, tokens, merges, pre, template="{% for m in messages %}[{{ m.content }}]{% endfor %}"
-):
-    """Add a byte-level BPE tokenizer and a chat template to a GGUF file."""
+def add_tokenizer(path, tokens, merges, pre_tokenizer, template="{{ messages[0].content }}"):
+    """Add a byte-level BPE tokenizer and a chat template to a GGUF file.
+
+    The token "<|end|>" is a special token, and the other tokens are normal tokens.
+    """
     reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(path.with_suffix(".new"), "llama")
+    new_path = path.with_suffix(".new")
+    writer = gguf.GGUFWriter(new_path, "llama")
     for name, field in reader.fields.items():
         if name.startswith("llama."):
             writer.add_key_value(name, field.contents(), field.types[0])
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token == "<|end|>" else 1 for token in tokens])
     writer.add_token_merges(merges)
@@ -323,7 +329,7 @@ def add_tokenizer(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    path.with_suffix(".new").rename(path)
+    new_path.rename(path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -343,10 +349,14 @@ def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_folder, "cache_folder", lambda: path / "cache")
     with pytest.raises(ModelError, match="set the environment variable XDG_CACHE_HOME"):
         checkpoint_folder(str(path))
-    monkeypatch.undo()
+
+
+def test_the_error_without_a_home_folder_names_the_variable_of_the_cache(tmp_path, monkeypatch):
+    path = write_gguf(BY_NAME["llama"].save(tmp_path / "checkpoint"), "llama", "F32")
+    monkeypatch.undo()  # The fixture `_cache` must not replace the cache folder in this test.
     for variable in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["no such user"])
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError("no such user")))
     with pytest.raises(ModelError, match="set the environment variable XDG_CACHE_HOME"):
         checkpoint_folder(str(path))
 
@@ -387,14 +397,17 @@ def add_tensors(folder, tensors):
 
 def test_biases_of_queries_and_keys_have_the_order_of_transformers(tmp_path):
     folder = Family("llama", "llama", {"attention_bias": True}).save(tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
     biases = {
-        name: t for name, t in load_file(folder / "model.safetensors").items() if "bias" in name
+        name: torch.randn(bias.shape) for name, bias in tensors.items() if name.endswith("bias")
     }
-    add_tensors(folder, {name: torch.randn(bias.shape) for name, bias in biases.items()})
-    expected, found = load(folder), load(write_gguf(folder, "llama", "F32"))
     assert biases
-    for name, weight in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[name], weight), name
+    add_tensors(folder, biases)
+
+    weights = load(write_gguf(folder, "llama", "F32")).state_dict()
+
+    for name, expected in load(folder).state_dict().items():
+        assert torch.equal(weights[name], expected), name
 
 
 def test_a_tensor_that_the_model_does_not_use_is_refused(tmp_path):
@@ -438,13 +451,13 @@ _EMBEDDINGS = GgufTensor(
     ],
 )
 def test_metadata_with_wrong_numbers_is_refused(metadata, factors, message):
-    usual = {
+    valid_metadata = {
         "general.architecture": "llama",
         "llama.embedding_length": 64,
         "llama.block_count": 1,
         "llama.attention.head_count": 4,
     }
-    file = GgufFile(Path("x.gguf"), usual | metadata, {"token_embd.weight": _EMBEDDINGS})
+    file = GgufFile(Path("x.gguf"), valid_metadata | metadata, {"token_embd.weight": _EMBEDDINGS})
     with pytest.raises(ModelError, match=rf"x\.gguf: .*{message}"):
         gguf_config(file, factors)
 
@@ -460,14 +473,14 @@ def test_metadata_with_wrong_numbers_is_refused(metadata, factors, message):
     ],
 )
 def test_scaled_positions_without_a_type_are_linear_as_in_llama_cpp(metadata, expected):
-    usual = {
+    valid_metadata = {
         "general.architecture": "llama",
         "llama.embedding_length": 64,
         "llama.block_count": 1,
         "llama.attention.head_count": 4,
     }
     scaling = {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
-    file = GgufFile(Path("x.gguf"), usual | scaling, {"token_embd.weight": _EMBEDDINGS})
+    file = GgufFile(Path("x.gguf"), valid_metadata | scaling, {"token_embd.weight": _EMBEDDINGS})
     assert gguf_config(file, None)["rope_parameters"] == expected | {"rope_theta": 10000.0}
 
 
@@ -595,10 +608,12 @@ def test_a_damaged_header_never_causes_another_error(data, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "damaged"
     if not folder.exists():
         write_gguf(BY_NAME["llama"].save(folder), "llama", "F32")
+
     content = bytearray((folder / "F32.gguf").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, 2000))] = data.draw(st.integers(0, 255))
     path = folder / "changed.gguf"
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+
     with contextlib.suppress(ModelError):
         read_gguf(path)

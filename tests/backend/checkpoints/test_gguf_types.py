@@ -1,3 +1,5 @@
+import shutil
+
 import gguf
 import numpy as np
 import pytest
@@ -29,11 +31,13 @@ STORED_NAMES = {
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
+    """The folder of the tiny checkpoint `WIDE`."""
     return WIDE.save(tmp_path_factory.mktemp("wide") / "plain")
 
 
 @pytest.fixture
 def checkpoint(plain, tmp_path, monkeypatch):
+    """The folder of a tiny checkpoint. The test has its own cache of GGUF files."""
     cache = tmp_path / "cache"
     monkeypatch.setattr("nereid_backend.checkpoints.gguf.gguf_folder.cache_folder", lambda: cache)
     return plain
@@ -61,17 +65,20 @@ def load(file, *, use_panels):
 @pytest.mark.parametrize("name", ALL_TYPES)
 def test_blocks_that_ggml_writes_are_read_as_in_the_gguf_library(name, tmp_path):
     kind = gguf.GGMLQuantizationType[name]
-    weight = np.random.default_rng(0).standard_t(4, (4, 512)).astype(np.float32) * 0.02
-    weight[0, :256], weight[1, :32] = 0.0, 0.3
-    blocks = quantise(weight, kind)
+    original = np.random.default_rng(0).standard_t(4, (4, 512)).astype(np.float32) * 0.02
+    # The weights of some blocks are all 0, and those of other blocks are all equal.
+    original[0, :256], original[1, :32] = 0.0, 0.3
+    blocks = quantise(original, kind)
     (tmp_path / "file").write_bytes(blocks.tobytes())
-    tensor = GgufTensor("x", weight.shape, kind, 0, blocks.nbytes)
-    found = GgufWeight(tmp_path / "file", tensor, torch.float32)[...]
+    tensor = GgufTensor("x", original.shape, kind, start=0, num_bytes=blocks.nbytes)
+
+    weight = GgufWeight(tmp_path / "file", tensor, torch.float32)[...]
+
     expected = gguf.dequantize(blocks, kind)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6, atol=1e-7)
     # The dequantised weights must resemble the original weights. In types of 1 or 2 bits, the
     # root-mean-square error is up to 80 % of the root mean square of the weights.
-    assert np.square(expected - weight).mean() < 0.8**2 * np.square(weight).mean()
+    assert np.square(expected - original).mean() < 0.8**2 * np.square(original).mean()
 
 
 @pytest.mark.parametrize(
@@ -79,38 +86,43 @@ def test_blocks_that_ggml_writes_are_read_as_in_the_gguf_library(name, tmp_path)
 )
 def test_the_weights_equal_those_of_the_gguf_library(kind, checkpoint, tmp_path):
     file = write_gguf(checkpoint, "qwen3", kind, path=tmp_path / "model.gguf")
-    expected = library_weights(file)
-    found = load(file, use_panels=False).get_submodule
-    for name, stored in STORED_NAMES.items():
-        weight = found(name).weight.detach().numpy()
-        np.testing.assert_allclose(weight, expected[stored], rtol=1e-6, atol=1e-6)
-    layer = load(file, use_panels=True).get_submodule("model.layers.1.mlp.down_proj")
+    expected_weights = library_weights(file)
+
+    model = load(file, use_panels=False)
+    for name, stored_name in STORED_NAMES.items():
+        weight = model.get_submodule(name).weight.detach().numpy()
+        np.testing.assert_allclose(weight, expected_weights[stored_name], rtol=1e-6, atol=1e-6)
+
+    # Panels store the scales as float16.
+    model_with_panels = load(file, use_panels=True)
+    layer = model_with_panels.get_submodule("model.layers.1.mlp.down_proj")
     assert (type(layer) is GroupedLinear) == (kind in BLOCK_TYPES)
     if kind in BLOCK_TYPES:
+        expected = expected_weights["blk.1.ffn_down"]
         assert layer.bits == BLOCK_TYPES[kind].bits
-        largest = np.abs(expected["blk.1.ffn_down"]).max()
-        error = np.abs(layer.dequantised().numpy() - expected["blk.1.ffn_down"]).max()
-        assert error <= 2**-10 * largest
+        error = np.abs(layer.dequantised().numpy() - expected).max()
+        assert error <= 2**-10 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
-    ("kind", "others"),
+    ("kind", "other_kinds"),
     [
         ("Q4_K", Q4_K_M),
         pytest.param("Q2_K", {"ffn_down": "Q3_K", "output": "Q6_K"}, marks=pytest.mark.long),
         pytest.param("Q5_K", {"ffn_down": "IQ4_NL"}, marks=pytest.mark.long),
     ],
 )
-def test_the_tokens_equal_those_of_the_dequantised_checkpoint(kind, others, checkpoint, tmp_path):
-    file = write_gguf(checkpoint, "qwen3", kind, other_kinds=others, path=tmp_path / "model.gguf")
+def test_the_tokens_equal_those_of_the_dequantised_checkpoint(
+    kind, other_kinds, checkpoint, tmp_path
+):
+    file = tmp_path / "model.gguf"
+    write_gguf(checkpoint, "qwen3", kind, other_kinds=other_kinds, path=file)
     dequantised = tmp_path / "dequantised"
     dequantised.mkdir()
-    (dequantised / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    save_file(
-        dequantised_weights(checkpoint, file),
-        dequantised / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    shutil.copy(checkpoint / "config.json", dequantised)
+    weights = dequantised_weights(checkpoint, file)
+    save_file(weights, dequantised / "model.safetensors", metadata={"format": "pt"})
+
     engine = open_engine(file, prepack=False)
     try:
         assert run_staggered(engine) == reference(dequantised)

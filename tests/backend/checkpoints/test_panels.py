@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 
 def load(folder, *, use_panels):
+    """Return the model of a checkpoint on the CPU."""
     return load_checkpoint(
         str(folder),
         dtype="float32",
@@ -37,21 +38,23 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_panels_contain_the_weights_of_the_checkpoint(name, tmp_path):
-    _, quantised = writers.write_pair("llama", tmp_path, *WRITERS[name]())
+@pytest.mark.parametrize("writer", WRITERS)
+def test_panels_contain_the_weights_of_the_checkpoint(writer, tmp_path):
+    _, quantised = writers.write_pair("llama", tmp_path, *WRITERS[writer]())
     expected = load(quantised, use_panels=False).state_dict()
+
     model = load(quantised, use_panels=True)
-    layers = [
-        (layer, module) for layer, module in model.named_modules() if type(module) is GroupedLinear
-    ]
+
+    layers = {
+        name: module for name, module in model.named_modules() if type(module) is GroupedLinear
+    }
     # There are 7 linear layers in each of 2 decoder layers, and lm_head is not quantised.
     assert len(layers) == 14
-    for layer, module in layers:
-        weight = expected[f"{layer}.weight"]
+    for name, layer in layers.items():
+        weight = expected[f"{name}.weight"]
         # The panels store scales and zeros as float16.
-        difference = (module.dequantised() - weight).abs().max()
-        assert difference <= 2e-3 * weight.abs().max(), layer
+        difference = (layer.dequantised() - weight).abs().max()
+        assert difference <= 2e-3 * weight.abs().max(), name
     for name, weight in model.state_dict().items():
         if name in expected and "_proj" not in name:
             assert torch.equal(weight, expected[name]), name
@@ -63,11 +66,12 @@ def test_an_integer_weight_whose_shapes_do_not_match_is_named_with_its_file(num_
     file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj"
     tensors = load_file(file)
     tensors[f"{name}.weight"] = torch.ones(num_rows, 64, dtype=torch.int8)
-    tensors[f"{name}.SCB"] = torch.ones(80)
+    tensors[f"{name}.SCB"] = torch.ones(80)  # the scales of bitsandbytes
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes"}
     (folder / "config.json").write_text(json.dumps(config))
+
     with pytest.raises(ModelError, match=rf"{name}\.weight in {file}.* shape"):
         load(folder, use_panels=True)
 
@@ -88,38 +92,37 @@ def test_weight_dtype_is_refused_if_all_linear_layers_already_store_integers(tmp
 def test_an_activation_order_is_dequantised(tmp_path):
     _, quantised = writers.write_pair("llama", tmp_path, *writers.gptq(4, desc_act=True))
     expected = load(quantised, use_panels=False).state_dict()
-    found = load(quantised, use_panels=True).state_dict()
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    weights = load(quantised, use_panels=True).state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
 def test_merged_experts_are_dequantised(tmp_path):
     _, quantised = writers.write_pair("qwen3_moe", tmp_path, *writers.awq())
     expected = load(quantised, use_panels=False).state_dict()
-    found = load(quantised, use_panels=True)
-    assert any(type(module) is GroupedLinear for module in found.modules())
-    for name, weight in found.state_dict().items():
+    model = load(quantised, use_panels=True)
+    assert any(type(module) is GroupedLinear for module in model.modules())
+    for name, weight in model.state_dict().items():
         if "experts" in name:
             assert torch.equal(weight, expected[name]), name
 
 
 def test_an_engine_without_panels_generates_the_tokens_of_the_dequantised_model(tmp_path):
     plain, quantised = writers.write_pair("llama", tmp_path, *writers.gptq(8))
-    outputs = []
-    for folder in (plain, quantised):
+
+    def answers(folder):
         engine = open_engine(folder, prepack=False)
-        outputs.append(engine.generate([[5, 6, 7], [9, 8, 7, 6, 5]], PARAMS))
+        outputs = engine.generate([[5, 6, 7], [9, 8, 7, 6, 5]], PARAMS)
         engine.close()
-    expected, found = outputs
-    for one, other in zip(expected, found, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        return [output.outputs[0].token_ids for output in outputs]
+
+    assert answers(quantised) == answers(plain)
 
 
 def test_the_logits_of_panels_are_near_those_of_the_dequantised_model(tmp_path):
     _, quantised = writers.write_pair("llama", tmp_path, *writers.gptq(8))
     ids = torch.tensor([[9, 8, 7, 6, 5]])
     with torch.inference_mode():
-        expected, found = (
-            load(quantised, use_panels=use_panels)(ids).logits for use_panels in (False, True)
-        )
+        expected = load(quantised, use_panels=False)(ids).logits
+        logits = load(quantised, use_panels=True)(ids).logits
     # The kernels round the inputs of each layer to 8 bits.
-    assert (found - expected).square().mean().sqrt() < 0.03 * expected.std()
+    assert (logits - expected).square().mean().sqrt() < 0.03 * expected.std()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 
 def load(folder, dtype="float32"):
+    """Return the model of a checkpoint on the CPU."""
     return load_checkpoint(
         str(folder),
         dtype=dtype,
@@ -26,10 +27,10 @@ def assert_same_weights(plain, quantised, *, relative=1e-6):
 
     `relative` is the largest allowed difference, relative to the largest value of a weight.
     """
-    expected, found = load(plain).state_dict(), load(quantised).state_dict()
-    assert expected.keys() == found.keys()
+    expected, loaded = load(plain).state_dict(), load(quantised).state_dict()
+    assert expected.keys() == loaded.keys()
     for name, weight in expected.items():
-        difference = (found[name] - weight).abs().max()
+        difference = (loaded[name] - weight).abs().max()
         assert difference <= relative * weight.abs().max(), name
 
 
@@ -71,33 +72,40 @@ def test_compressed_tensors_gives_the_weights_that_the_library_decompresses(name
     assert_same_weights(*pair, relative=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(16, 2), (1, 1)])
-def test_zeros_of_compressed_tensors_before_version_0_9_4_are_not_packed(shape):
-    zeros = torch.randint(-8, 8, shape, dtype=torch.int8)
+@pytest.mark.parametrize("scales_shape", [(16, 2), (1, 1)])
+def test_zeros_of_compressed_tensors_before_version_0_9_4_are_not_packed(scales_shape):
+    zeros = torch.randint(-8, 8, scales_shape, dtype=torch.int8)
     tensors = {
         # Each integer of 4 bits is -4, because 8 was added before packing.
         ".weight_packed": torch.full((16, 4), 0x44444444, dtype=torch.int32),
-        ".weight_scale": torch.ones(shape),
+        ".weight_scale": torch.ones(scales_shape),
         ".weight_zero_point": zeros,
         ".weight_shape": torch.tensor([16, 32]),
     }
     layout = compressed_tensors.compressed_tensors_format({}).layouts[0]
+
     weight = layout.decode(tensors, torch.float32).dequantise(torch.float32)
-    expected = -4.0 - zeros.expand(16, -1).repeat_interleave(32 // shape[1], dim=1)
+
+    group_size = 32 // scales_shape[1]
+    expected = -4.0 - zeros.expand(16, -1).repeat_interleave(group_size, dim=1)
     assert torch.equal(weight, expected)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_words_of_compressed_tensors_before_version_0_18_contain_only_whole_integers(bits):
-    def pack(values):
-        per_word = 32 // bits
-        padded = torch.nn.functional.pad(values + 2 ** (bits - 1), (0, -values.shape[1] % per_word))
-        words = padded.view(len(values), -1, per_word) << (torch.arange(per_word) * bits)
+    def pack(integers):
+        """Pack signed integers into words of 32 bits. A word has no part of an integer."""
+        num_in_word = 32 // bits
+        unsigned = integers + 2 ** (bits - 1)
+        padded = torch.nn.functional.pad(unsigned, (0, -integers.shape[1] % num_in_word))
+        shifts = torch.arange(num_in_word) * bits
+        words = padded.view(len(integers), -1, num_in_word) << shifts
         return words.sum(2).to(torch.int32)
 
-    values, zeros = (
-        torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape) for shape in ((40, 64), (40, 4))
-    )
+    def random_integers(*shape):
+        return torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape)
+
+    values, zeros = random_integers(40, 64), random_integers(40, 4)
     tensors = {
         ".weight_packed": pack(values),
         ".weight_scale": torch.ones(40, 4),
@@ -106,7 +114,9 @@ def test_words_of_compressed_tensors_before_version_0_18_contain_only_whole_inte
     }
     settings = {"config_groups": {"group_0": {"weights": {"num_bits": bits, "group_size": 16}}}}
     layout = compressed_tensors.compressed_tensors_format(settings).layouts[0]
+
     weight = layout.decode(tensors, torch.float32)
+
     assert torch.equal(weight.values, values.to(torch.int8))
     assert torch.equal(weight.zeros, zeros.to(torch.int8))
 
@@ -190,14 +200,19 @@ def test_gptq(bits, is_v2, tmp_path):
 def test_gptq_without_g_idx_can_have_layers_of_other_bits_and_an_incomplete_group():
     settings = {"bits": 4, "group_size": 128, "packing_format": "auto_round:auto_gptq"}
     layout = gptq.gptq_format(settings).layouts[0]
+    # The integers of this layer have 8 bits. The second group has only 72 of 128 inputs.
     values = torch.randint(0, 256, (64, 200))
     zeros = torch.full((64, 2), 128)
+    padded_values = torch.nn.functional.pad(values, (0, 24))
     tensors = {
-        ".qweight": writers.pack(torch.nn.functional.pad(values, (0, 24)), 8)[:, :50].T,
+        # Each of the 50 words has four integers.
+        ".qweight": writers.pack(padded_values, 8)[:, :50].T,
         ".qzeros": writers.pack(zeros.T - 1, 8),
         ".scales": torch.tensor([[1.0], [2.0]]).expand(2, 64).half(),
     }
+
     weight = layout.decode(tensors, torch.float32).dequantise(torch.float32)
+
     assert torch.equal(weight[:, :128], values[:, :128] - 128.0)
     assert torch.equal(weight[:, 128:], 2 * (values[:, 128:] - 128.0))
 
@@ -222,24 +237,29 @@ def test_stacked_experts_of_mxfp4_equal_the_weights_that_transformers_dequantise
 
     plain = BY_NAME["gpt_oss"].save(tmp_path / "plain")
     quantised = BY_NAME["gpt_oss"].save(tmp_path / "quantised")
-    reference = load_file(plain / "model.safetensors")
-    stored = dict(reference)
+    dequantised_tensors = load_file(plain / "model.safetensors")
+    quantised_tensors = dict(dequantised_tensors)
     random = torch.Generator().manual_seed(0)
-    for name in [name for name in reference if name.endswith("experts.down_proj")]:
-        num_experts, num_inputs, num_outputs = reference[name].shape
-        shape = (num_experts, num_outputs, num_inputs // 32, 16)
-        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
-        scales = torch.randint(120, 126, shape[:-1], dtype=torch.uint8, generator=random)
-        del stored[name]
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        reference[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    save_file(reference, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    for name, weight in dequantised_tensors.items():
+        if name.endswith("experts.down_proj"):
+            # A block has 32 numbers of 4 bits in 16 bytes. The scales are powers of two.
+            num_experts, num_inputs, num_outputs = weight.shape
+            shape = (num_experts, num_outputs, num_inputs // 32, 16)
+            blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+            scales = torch.randint(120, 126, shape[:-1], dtype=torch.uint8, generator=random)
+            del quantised_tensors[name]
+            quantised_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            dequantised = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            dequantised_tensors[name] = dequantised
+    save_file(dequantised_tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(quantised_tensors, quantised / "model.safetensors", metadata={"format": "pt"})
     set_settings(quantised, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
     assert_same_weights(plain, quantised)
 
 
 def set_settings(folder, settings):
+    """Set the value of `quantization_config` in the config.json of a checkpoint."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
@@ -255,10 +275,12 @@ def test_layers_that_are_not_quantised_and_tied_embeddings_are_loaded(tmp_path):
 
 def test_weights_are_rounded_to_the_data_type_of_the_engine(tmp_path):
     plain, quantised = writers.write_pair("llama", tmp_path, *writers.gptq(4))
-    expected, found = load(plain, "bfloat16"), load(quantised, "bfloat16")
-    for name, weight in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[name], weight), name
-    assert found.generation_config.eos_token_id == expected.generation_config.eos_token_id
+    plain_model, quantised_model = load(plain, "bfloat16"), load(quantised, "bfloat16")
+    weights = quantised_model.state_dict()
+    for name, expected in plain_model.state_dict().items():
+        assert torch.equal(weights[name], expected), name
+    expected_end = plain_model.generation_config.eos_token_id
+    assert quantised_model.generation_config.eos_token_id == expected_end
 
 
 @pytest.mark.parametrize(
@@ -300,19 +322,22 @@ def test_an_unsupported_method_is_refused_by_name(settings, message, tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize("read", [load, count_weights])
 @pytest.mark.parametrize("field", ["quantization_config", "quantization"])
-def test_a_checkpoint_of_mlx_is_refused_instead_of_called_damaged(field, tmp_path):
+def test_a_checkpoint_of_mlx_is_refused_instead_of_called_damaged(field, read, tmp_path):
     folder = BY_NAME["llama"].save(tmp_path / "llama")
     weights = load_file(folder / "model.safetensors")
+    # MLX packs eight integers of 4 bits into 32 bits, so a row has an eighth of the columns.
     name = "model.layers.0.mlp.up_proj.weight"
-    weights[name] = torch.zeros(len(weights[name]), weights[name].shape[1] // 8, dtype=torch.uint32)
+    num_rows, num_columns = weights[name].shape
+    weights[name] = torch.zeros(num_rows, num_columns // 8, dtype=torch.uint32)
     save_file(weights, folder / "model.safetensors", metadata={"format": "mlx"})
     config = json.loads((folder / "config.json").read_text())
     config[field] = {"group_size": 64, "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    for read in (load, count_weights):
-        with pytest.raises(UnsupportedModelError, match="Checkpoints of MLX, which are not sup"):
-            read(folder)
+
+    with pytest.raises(UnsupportedModelError, match="Checkpoints of MLX, which are not sup"):
+        read(folder)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +387,7 @@ def test_packed_weights_without_quantization_config_are_not_called_damaged(tmp_p
 
 
 def change_tensors(folder, change):
+    """Call the function `change` with the dict of a checkpoint's tensors, and save the tensors."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)

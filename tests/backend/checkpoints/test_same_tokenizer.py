@@ -8,7 +8,7 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 VOCABULARY = {"model": {"vocab": {"a": 0, "b": 1}}, "padding": {"length": 8}}
 
 
-def files(folder, contents):
+def write_files(folder, contents):
     """Write files into a new folder, and return the hashes of the tokenizer's files."""
     folder.mkdir()
     for name, content in contents.items():
@@ -34,7 +34,7 @@ def test_an_equal_tokenizer_is_accepted(contents, tmp_path):
         "tokenizer_config.json": {"eos": "b"},
         "chat_template.jinja": "{{ messages }}",
     }
-    check_same_tokenizer(files(tmp_path / "a", served), files(tmp_path / "b", contents))
+    check_same_tokenizer(write_files(tmp_path / "a", served), write_files(tmp_path / "b", contents))
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,6 @@ def test_another_tokenizer_is_refused(contents, message, tmp_path):
         TOOL_TEMPLATE: "{{ tools }}",
     }
     with pytest.raises(ModelError, match=message):
-        check_same_tokenizer(files(tmp_path / "a", served), files(tmp_path / "b", contents))
+        check_same_tokenizer(
+            write_files(tmp_path / "a", served), write_files(tmp_path / "b", contents)
+        )

@@ -119,15 +119,16 @@ def write_shards(folder: Path, tensors: dict, metadata: dict, num_shards: int) -
         return
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    files = {name: f"model-{place % num_shards}.safetensors" for place, name in enumerate(names)}
+    files = {name: f"model-{i % num_shards}.safetensors" for i, name in enumerate(names)}
     for file in set(files.values()):
-        part = {name: tensors[name] for name in names if files[name] == file}
-        save_file(part, folder / file, metadata=metadata)
-    index = {"metadata": {}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        shard = {name: tensors[name] for name in names if files[name] == file}
+        save_file(shard, folder / file, metadata=metadata)
+    file_index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(file_index))
 
 
 def _is_linear(name: str) -> bool:
+    """Return whether a weight belongs to a linear layer other than lm_head."""
     return name.endswith("proj.weight")
 
 
@@ -152,13 +153,12 @@ def compressed_tensors(kind: str, **weights) -> tuple[dict, Callable[[Tensor], E
     def encode(weight: Tensor) -> Encoded:
         with quiet():
             low, high = _ranges(weight, arguments)
-            extra = {}
+            global_scale = {}
             if kind.startswith("nvfp4"):
-                extra["global_scale"] = helpers.generate_gparam(weight.amin(), weight.amax())
-            scale, zero = helpers.calculate_qparams(low, high, arguments, **extra)
+                global_scale["global_scale"] = helpers.generate_gparam(weight.amin(), weight.amax())
+            scale, zero = helpers.calculate_qparams(low, high, arguments, **global_scale)
             state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
-            if extra:
-                state["weight_global_scale"] = extra["global_scale"]
+            state |= {f"weight_{name}": value for name, value in global_scale.items()}
             packed = compressor.compress(state, scheme)
             dequantised = compressor.decompress(packed, scheme)["weight"].float()
         return {f".{name}": tensor for name, tensor in packed.items()}, dequantised
@@ -177,17 +177,16 @@ def _ranges(weight: Tensor, arguments) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     strategy = getattr(arguments.strategy, "value", arguments.strategy)
     if strategy == "tensor":
-        parts = weight.reshape(1, 1, -1)
-    elif strategy == "channel":
-        parts = weight.reshape(rows, 1, columns)
+        return weight.min().reshape(1), weight.max().reshape(1)
+    if strategy == "channel":
+        groups = weight.reshape(rows, 1, columns)
     elif strategy == "block":
         height, width = arguments.block_structure
-        parts = weight.reshape(rows // height, height, columns // width, width)
-        parts = parts.transpose(1, 2).flatten(2)
+        blocks = weight.reshape(rows // height, height, columns // width, width)
+        groups = blocks.transpose(1, 2).flatten(2)
     else:
-        parts = weight.reshape(rows, -1, arguments.group_size)
-    low, high = parts.amin(-1), parts.amax(-1)
-    return (low[0], high[0]) if strategy == "tensor" else (low, high)
+        groups = weight.reshape(rows, -1, arguments.group_size)
+    return groups.amin(-1), groups.amax(-1)
 
 
 # ---- torchao
@@ -224,29 +223,35 @@ def torchao(kind: str, *, group_size: int = 16) -> tuple[dict, Callable[[Tensor]
 
 
 def bitsandbytes(kind: str, *, is_nested: bool = False) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and the encoder of bitsandbytes for "nf4", "fp4" or "int8"."""
+    """Return the settings and the encoder of bitsandbytes for "nf4", "fp4" or "int8".
+
+    With `is_nested`, the library also quantises the scales of 4-bit weights.
+    """
     functional = library("bitsandbytes.functional")
+
+    def encode_int8(weight: Tensor) -> Encoded:
+        integers, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        dequantised = functional.int8_vectorwise_dequant(integers, scales)
+        return {".weight": integers, ".SCB": scales.float()}, dequantised.float()
+
+    def encode_4_bits(weight: Tensor) -> Encoded:
+        # On a CPU, the library dequantises rows wrongly if they do not consist of whole blocks.
+        packed, state = functional.quantize_4bit(
+            weight.reshape(-1, 64), quant_type=kind, compress_statistics=is_nested, blocksize=64
+        )
+        dequantised = functional.dequantize_4bit(packed, state).view(weight.shape)
+        state.shape = weight.shape
+        tensors = {f".weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+        return {".weight": packed} | tensors, dequantised
 
     def encode(weight: Tensor) -> Encoded:
         with quiet():
-            if kind == "int8":
-                integers, largest, _ = functional.int8_vectorwise_quant(weight.half())
-                dequantised = functional.int8_vectorwise_dequant(integers, largest)
-                return {".weight": integers, ".SCB": largest.float()}, dequantised.float()
-            # On a CPU, the library dequantises rows wrongly if they do not consist of whole blocks.
-            packed, state = functional.quantize_4bit(
-                weight.reshape(-1, 64), quant_type=kind, compress_statistics=is_nested, blocksize=64
-            )
-            dequantised = functional.dequantize_4bit(packed, state).view(weight.shape)
-            state.shape = weight.shape
-            tensors = {f".weight.{name}": t for name, t in state.as_dict(packed=True).items()}
-            return {".weight": packed} | tensors, dequantised
+            return encode_int8(weight) if kind == "int8" else encode_4_bits(weight)
 
-    is_four_bits = kind != "int8"
     settings = {
         "quant_method": "bitsandbytes",
-        "load_in_4bit": is_four_bits,
-        "load_in_8bit": not is_four_bits,
+        "load_in_4bit": kind != "int8",
+        "load_in_8bit": kind == "int8",
     }
     return settings, encode
 
@@ -259,21 +264,23 @@ def bitsandbytes_stored_as(storage: torch.dtype) -> tuple[dict, Callable[[Tensor
 
     The encoder stores the bytes as numbers of the type `storage`.
     """
+    # A weight is stored as the index of one of these numbers. A block of 64 weights has one scale.
     numbers = torch.linspace(-1, 1, 16)
 
     def encode(weight: Tensor) -> Encoded:
         blocks = weight.reshape(-1, 64)
-        largest = blocks.abs().amax(1)
-        codes = ((blocks / largest[:, None]).unsqueeze(2) - numbers).abs().argmin(2)
-        packed = (codes.view(-1, 2)[:, 0] << 4 | codes.view(-1, 2)[:, 1]).to(torch.uint8)
+        scales = blocks.abs().amax(1)
+        indices = ((blocks / scales[:, None]).unsqueeze(2) - numbers).abs().argmin(2)
+        pairs = indices.view(-1, 2)
+        packed = (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)
         state = json.dumps({"shape": list(weight.shape), "blocksize": 64}).encode()
         tensors = {
             ".weight": packed.view(storage)[:, None],
-            ".weight.absmax": largest,
+            ".weight.absmax": scales,
             ".weight.quant_map": numbers.clone(),
             ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state), dtype=torch.uint8),
         }
-        return tensors, (numbers[codes] * largest[:, None]).view(weight.shape)
+        return tensors, (numbers[indices] * scales[:, None]).view(weight.shape)
 
     return {"quant_method": "bitsandbytes", "load_in_4bit": True}, encode
 
@@ -284,12 +291,13 @@ def integers(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor
     Returns:
         The integers [outputs, inputs], and the scales and the zeros [outputs, groups].
     """
+    largest = 2**bits - 1
     groups = weight.reshape(len(weight), -1, group_size)
     low, high = groups.amin(-1), groups.amax(-1)
-    scales = ((high - low) / (2**bits - 1)).half().float()
-    zeros = (-low / scales).round().clamp(0, 2**bits - 1)
+    scales = ((high - low) / largest).half().float()
+    zeros = (-low / scales).round().clamp(0, largest)
     values = (groups / scales.unsqueeze(-1)).round() + zeros.unsqueeze(-1)
-    return values.clamp(0, 2**bits - 1).view(weight.shape), scales, zeros
+    return values.clamp(0, largest).view(weight.shape), scales, zeros
 
 
 def pack(rows: Tensor, bits: int, order=range(8)) -> Tensor:
@@ -307,15 +315,15 @@ def pack(rows: Tensor, bits: int, order=range(8)) -> Tensor:
 
 def awq(*, group_size: int = 16) -> tuple[dict, Callable[[Tensor], Encoded]]:
     """Return the settings and the encoder of AWQ."""
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    order_in_word = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def encode(weight: Tensor) -> Encoded:
         values, scales, zeros = integers(weight, 4, group_size)
-        groups = torch.arange(weight.shape[1]) // group_size
-        dequantised = (values - zeros[:, groups]) * scales[:, groups]
+        group_of_input = torch.arange(weight.shape[1]) // group_size
+        dequantised = (values - zeros[:, group_of_input]) * scales[:, group_of_input]
         tensors = {
-            ".qweight": pack(values.T, 4, order),
-            ".qzeros": pack(zeros.T, 4, order),
+            ".qweight": pack(values.T, 4, order_in_word),
+            ".qzeros": pack(zeros.T, 4, order_in_word),
             ".scales": scales.T.half(),
         }
         return tensors, dequantised
@@ -337,31 +345,32 @@ def gptq(
         order = torch.arange(num_inputs)
         if desc_act:
             order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
-        groups = torch.empty(num_inputs, dtype=torch.int32)
-        groups[order] = (torch.arange(num_inputs) // group_size).int()
         sorted_values, scales, zeros = integers(weight[:, order], bits, group_size)
+        # Undo the order: the input order[i] has the i-th column of the sorted values.
         values = torch.empty_like(sorted_values)
         values[:, order] = sorted_values
-        dequantised = (values - zeros[:, groups.long()]) * scales[:, groups.long()]
-        qzeros = pack(zeros.T, bits)
+        group_of_input = torch.empty(num_inputs, dtype=torch.int64)
+        group_of_input[order] = torch.arange(num_inputs) // group_size
+        dequantised = (values - zeros[:, group_of_input]) * scales[:, group_of_input]
+        packed_zeros = pack(zeros.T, bits)
         if not is_v2:
-            qzeros = qzeros - pack(torch.ones_like(zeros.T), bits)
+            packed_zeros = packed_zeros - pack(torch.ones_like(zeros.T), bits)
         tensors = {
             ".qweight": pack(values, bits).T,
-            ".qzeros": qzeros,
+            ".qzeros": packed_zeros,
             ".scales": scales.T.half(),
-            ".g_idx": groups,
+            ".g_idx": group_of_input.int(),
         }
         return tensors, dequantised
 
-    name = "gptq_v2" if is_v2 else "gptq"
     settings = {
         "quant_method": "gptq",
         "bits": bits,
         "group_size": group_size,
         "desc_act": desc_act,
+        "checkpoint_format": "gptq_v2" if is_v2 else "gptq",
     }
-    return settings | {"checkpoint_format": name}, encode
+    return settings, encode
 
 
 def fp8(*, block: int | None) -> tuple[dict, Callable[[Tensor], Encoded]]:
@@ -374,11 +383,10 @@ def fp8(*, block: int | None) -> tuple[dict, Callable[[Tensor], Encoded]]:
     def encode(weight: Tensor) -> Encoded:
         rows, columns = weight.shape
         size = block or max(rows, columns)
-        num_rows, num_columns = -(-rows // size), -(-columns // size)
-        padded = torch.nn.functional.pad(
-            weight, (0, num_columns * size - columns, 0, num_rows * size - rows)
-        )
-        blocks = padded.view(num_rows, size, num_columns, size)
+        padding = (0, -columns % size, 0, -rows % size)
+        padded = torch.nn.functional.pad(weight, padding)
+        blocks = padded.unflatten(1, (-1, size)).unflatten(0, (-1, size))
+        # The largest number of the format e4m3 is 448.
         scales = blocks.abs().amax((1, 3)) / 448
         values = (blocks / scales[:, None, :, None]).view_as(padded).to(torch.float8_e4m3fn)
         dequantised = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
@@ -389,5 +397,9 @@ def fp8(*, block: int | None) -> tuple[dict, Callable[[Tensor], Encoded]]:
         }
         return tensors, dequantised[:rows, :columns].contiguous()
 
-    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    return settings | {"weight_block_size": [block, block] if block else None}, encode
+    settings = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block, block] if block else None,
+    }
+    return settings, encode

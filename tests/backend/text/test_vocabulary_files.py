@@ -1,5 +1,6 @@
 """Tests that a tokenizer is refused if its vocabulary is missing or cannot be read."""
 
+import base64
 import json
 
 import pytest
@@ -29,6 +30,34 @@ def test_vocab_and_merges_replace_tokenizer_json(folder):
     tokenizer = byte_level()
     tokenizer.model.save(str(folder))
     assert len(load_tokenizer(str(folder))) >= tokenizer.get_vocab_size()
+
+
+def test_a_tokenizer_of_mistral_with_only_a_vocabulary_adds_a_bos_token(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    (folder / "tokenizer_config.json").unlink()
+    entries = [
+        {"rank": byte, "token_bytes": base64.b64encode(bytes([byte])).decode()}
+        for byte in range(256)
+    ]
+    specials = ["<unk>", "<s>", "</s>", "[INST]"]
+    content = {
+        "config": {
+            "pattern": r"\p{L}+|\s+",
+            "num_vocab_tokens": 256,
+            "default_vocab_size": 260,
+            "default_num_special_tokens": 4,
+            "version": "v7",
+        },
+        "vocab": entries,
+        "special_tokens": [
+            {"rank": rank, "token_str": text, "is_control": True}
+            for rank, text in enumerate(specials)
+        ],
+    }
+    (folder / "tekken.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.encode("[INST]a") == [1, 3, 4 + ord("a")]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
 
 
 def test_the_error_about_a_sentencepiece_file_contains_a_command_for_tokenizer_json(folder):

@@ -65,7 +65,10 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
         )
     try:
         tokenizer: PreTrainedTokenizerBase = tokenizer_class.from_pretrained(
-            model, local_files_only=True, trust_remote_code=False
+            model,
+            local_files_only=True,
+            trust_remote_code=False,
+            **_missing_settings(folder),
         )
         if ignores_tokenizer_file(tokenizer, folder):
             from transformers import TokenizersBackend
@@ -83,6 +86,19 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def _missing_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a tokenizer that its files do not contain.
+
+    Some checkpoints of Mistral have only tekken.json, the vocabulary. The library mistral_common,
+    which defines this format, adds a BOS token to each text.
+    """
+    other_files = ("tokenizer.json", "tokenizer_config.json")
+    has_only_vocabulary = not any((folder / name).is_file() for name in other_files)
+    if has_only_vocabulary and (folder / "tekken.json").is_file():
+        return {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    return {}
 
 
 def _import_tokenizer_class() -> Any:  # noqa: ANN401 - transformers' class has no types

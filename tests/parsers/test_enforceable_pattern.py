@@ -103,3 +103,11 @@ def test_a_grammar_leaves_out_a_pattern_that_would_let_the_model_write_wrong_jso
         assert accepts(grammar, f'{{"{name}": "any string"}}')
         assert not accepts(grammar, f'{{"{name}": "a"b"}}')
         assert not accepts(grammar, f'{{"{name}": "a\nb"}}')
+
+
+def test_a_very_long_pattern_is_left_out_of_a_grammar():
+    string = {"type": "string", "pattern": "(a|b)*" * 20_000}
+    grammar = grammar_of({"type": "object", "properties": {"a": string}, "required": ["a"]})
+    assert accepts(grammar, '{"a": "any string"}')
+    with pytest.raises(PatternError, match="begins an expression of more than 65536 characters"):
+        split_pattern(string["pattern"])

@@ -187,6 +187,30 @@ def test_a_long_chain_of_references_stays_and_is_reported():
     assert "maximum next to $ref at $.properties.a" in unenforced_keywords(rewritten)
 
 
+def test_thousands_of_members_of_all_of_are_not_merged_because_this_would_take_minutes():
+    members = [{"properties": {f"p{number}": {"type": "string"}}} for number in range(3000)]
+    assert rewrite_for_xgrammar({"allOf": members})["allOf"] == members
+
+
+def test_many_references_to_a_large_definition_do_not_fill_the_memory():
+    large = {"type": "object", "properties": {f"p{number}": {} for number in range(5000)}}
+    member = {"$ref": "#/$defs/large", "required": ["p1"]}
+    schema = {
+        "$defs": {"large": large},
+        "properties": {f"q{number}": member for number in range(99)},
+    }
+    rewritten = rewrite_for_xgrammar(schema)
+    num_merged = sum("properties" in inner for inner in rewritten["properties"].values())
+    assert 0 < num_merged < 50
+    assert rewritten["properties"]["q98"] == member
+
+
+def test_multiples_with_thousands_of_digits_are_not_merged():
+    members = [{"type": "integer", "multipleOf": 10**4000 + odd} for odd in (1, 3)]
+    rewritten = rewrite_for_xgrammar({"allOf": members})
+    assert json.loads(json.dumps(rewritten)) == {"allOf": members}
+
+
 def test_a_schema_that_is_nested_too_deeply_to_be_examined_is_reported():
     schema = {"not": {}}
     for _ in range(100):

@@ -37,6 +37,7 @@ from nereid_parsers.constraints.constrain_nodes import (
     any_text,
     const,
     elements_of,
+    limited_size,
     one_of,
     optional,
     sequence,
@@ -75,7 +76,8 @@ def structural_tag(
 
     Raises:
         ConstraintError: The request cannot be expressed as a structural tag of this format. For
-            example, xgrammar cannot enforce a keyword in the schema of a strict tool.
+            example, xgrammar cannot enforce a keyword in the schema of a strict tool, or the
+            grammar would be too large.
     """
     if not request.is_constrained:
         return None
@@ -83,13 +85,14 @@ def structural_tag(
         field = f"tools: {tool.name}"
         report_unenforced(tool.parameters, is_strict=tool.is_strict, field=field)
     layout = fmt.layout
-    if isinstance(layout, Messages):
-        reasoning_node = reasoning_message(fmt, layout, reasoning)
-        answer_or_calls = final_messages(fmt, layout, request)
-    else:
-        reasoning_node = _reasoning_node(fmt, layout, reasoning)
-        answer_or_calls = _answer_or_calls(fmt, layout, request)
-    return {"type": "structural_tag", "format": sequence(reasoning_node, answer_or_calls)}
+    with limited_size():
+        if isinstance(layout, Messages):
+            reasoning_node = reasoning_message(fmt, layout, reasoning)
+            answer_or_calls = final_messages(fmt, layout, request)
+        else:
+            reasoning_node = _reasoning_node(fmt, layout, reasoning)
+            answer_or_calls = _answer_or_calls(fmt, layout, request)
+        return {"type": "structural_tag", "format": sequence(reasoning_node, answer_or_calls)}
 
 
 def reasoning_gate(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:

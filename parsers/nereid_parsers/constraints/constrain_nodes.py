@@ -5,10 +5,14 @@ A structural tag is the JSON object from which xgrammar builds the grammar of a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from nereid_parsers.constraints.enforceable_pattern import check_pattern
 from nereid_parsers.constraints.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
+from nereid_parsers.errors import ConstraintError
 
 # A grammar node is a dict that describes a set of texts for xgrammar. Example: `{"type":
 # "const_string", "value": "<a>"}` matches only the text `<a>`.
@@ -27,10 +31,53 @@ _DESCRIPTIONS = ("title", "description", "$comment")
 # alternatives for `item` twice. If there are more than `_MAX_DUPLICATED_ITEMS` alternatives,
 # `one_or_more` tries to build a smaller grammar.
 _MAX_DUPLICATED_ITEMS = 8
+# The maximum number of characters in the constants and schemas of one grammar. Some formats write
+# each argument by itself, and the grammar then contains a copy of all definitions for each argument
+# whose schema is JSON. Without this limit, a request of 1 MB could need gigabytes.
+_MAX_CHARS = 2**22
+_CHARS_OF_CONST = 40  # The JSON text of a constant without its value.
+
+
+class _Size:
+    """The number of characters in the constants and schemas of the grammar that is being built."""
+
+    num_chars = 0
+
+
+_size: ContextVar[_Size | None] = ContextVar("_size", default=None)
+
+
+@contextmanager
+def limited_size() -> Iterator[None]:
+    """Limit the size of the grammar whose nodes are built in the `with` block.
+
+    Raises:
+        ConstraintError: The constants and schemas have more than `_MAX_CHARS` characters.
+    """
+    token = _size.set(_Size())
+    try:
+        yield
+    finally:
+        _size.reset(token)
+
+
+def count_chars(num_chars: int) -> None:
+    """Add characters to the size of the grammar, and check the size; see `limited_size`."""
+    size = _size.get()
+    if size is None:
+        return
+    size.num_chars += num_chars
+    if size.num_chars > _MAX_CHARS:
+        raise ConstraintError(
+            f"tools: the grammar of the tool calls would have more than {_MAX_CHARS} characters, "
+            "which is the limit. If a schema has definitions, each argument may need a copy of "
+            "all definitions. Use fewer tools, fewer arguments or smaller schemas."
+        )
 
 
 def const(text: str) -> Node:
     """Return the grammar node that matches exactly `text`."""
+    count_chars(len(text) + _CHARS_OF_CONST)
     return {"type": "const_string", "value": text}
 
 
@@ -77,6 +124,7 @@ def _grammar_schema(schema: object) -> object:
     Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. A list of
     schemas is copied in the same way, and any other value is returned unchanged.
     """
+    _count_own_chars(schema)
     if isinstance(schema, list):
         return [_grammar_schema(item) for item in schema]
     if not isinstance(schema, dict):
@@ -103,10 +151,35 @@ def _grammar_value(keyword: str, value: object) -> object:
         {"properties": {"description": {..}}}   The word is the name of a property.
     """
     if keyword in VALUE_KEYWORDS:  # Such as `enum`.
+        _count_all_chars(value)
         return value
     if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):  # Such as `properties`.
+        _count_own_chars(value)
         return {name: _grammar_schema(inner) for name, inner in value.items()}
     return _grammar_schema(value)
+
+
+def _count_own_chars(value: object) -> None:
+    """Count the characters of a JSON value, but not those of the values inside it.
+
+    Example: `{"a": ["bc"]}` has 3 characters: 1 for the key, and 2 for the marks around its value.
+    """
+    if isinstance(value, str):
+        count_chars(len(value))
+    elif isinstance(value, dict):
+        count_chars(sum(map(len, value)) + 2 * len(value))
+    elif isinstance(value, list):
+        count_chars(2 * len(value))
+    else:
+        count_chars(len(str(value)))
+
+
+def _count_all_chars(value: object) -> None:
+    """Count the characters of a JSON value and of all values inside it."""
+    _count_own_chars(value)
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _count_all_chars(inner)
 
 
 def _is_harmful_pattern(pattern: object) -> bool:

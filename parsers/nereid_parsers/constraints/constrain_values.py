@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereid_parsers.constraints.constrain_answer import report_keywords
+from nereid_parsers.constraints.constrain_nodes import count_chars
 from nereid_parsers.constraints.constrain_request import ToolSchema
 from nereid_parsers.constraints.unenforced_keywords import RESTRICTIONS
 from nereid_parsers.errors import ConstraintError
@@ -91,6 +92,7 @@ def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
             members += schema[keyword]
+    count_chars(len(members))  # Many arguments may refer to one long list.
     followed = [follow_references(member, root=schema) for member in members]
     return [member for member in followed if isinstance(member, Mapping)]
 

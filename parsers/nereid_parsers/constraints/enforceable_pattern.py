@@ -63,12 +63,15 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 """An escape sequence. The group is the character after the backslash."""
 _MAX_SHOWN_CHARACTERS = 24
 """The length at which the wrong part of an expression is cut in an error message."""
+_MAX_CHARACTERS = 2**16
+"""The length of the longest expression that is checked. Each token needs about 300 bytes."""
 
 
 class _Kind(Enum):
     """The kind of a problem.
 
-    JSON_ESCAPE  The expression requires a character that JSON writes with a backslash.
+    JSON_ESCAPE  The expression requires, or may require, a character that JSON writes with a
+                 backslash.
     LOOKAHEAD    The expression contains a lookahead, such as `(?=a)`.
     REFUSED      xgrammar refuses the expression, because it contains a lookbehind, a word boundary
                  or a backreference.
@@ -101,6 +104,12 @@ _NEEDS_JSON_ESCAPE = _Problem(
 )
 
 
+_TOO_LONG = _Problem(
+    f"begins an expression of more than {_MAX_CHARACTERS} characters, which is the limit",
+    _Kind.JSON_ESCAPE,
+)
+
+
 class PatternError(ConstraintError):
     """A regular expression is not valid, or xgrammar does not enforce it.
 
@@ -114,8 +123,8 @@ class PatternError(ConstraintError):
         part = shorten(regex[position : position + _MAX_SHOWN_CHARACTERS])
         super().__init__(f"the part {part} at the position {position} {problem.predicate}")
         self.needs_json_escape = problem.kind is _Kind.JSON_ESCAPE
-        """Whether the expression requires a character that JSON writes with a backslash. xgrammar
-        would let the model write this character without the backslash."""
+        """Whether the expression requires, or may require, a character that JSON writes with a
+        backslash. xgrammar would let the model write this character without the backslash."""
         self.is_lookahead = problem.kind is _Kind.LOOKAHEAD
         """Whether the part is a lookahead, which xgrammar ignores."""
         self.is_refused = problem.kind is _Kind.REFUSED
@@ -160,6 +169,8 @@ def split_pattern(regex: str) -> list[PatternToken]:
     Raises:
         PatternError: The expression is not valid, or xgrammar does not enforce it.
     """
+    if len(regex) > _MAX_CHARACTERS:
+        raise PatternError(regex, 0, _TOO_LONG)
     tokens: list[PatternToken] = []
     for token in _tokens_of(regex):
         previous = tokens[-1] if tokens else None

@@ -26,20 +26,48 @@ _MAX_DEPTH = 64
 # definition may refer twice to a second definition, which may refer twice to a third, and so on.
 # Without this limit, the time would grow exponentially with the number of such definitions.
 _MAX_REPLACEMENTS = 256
+# The maximum number of values in a document's definitions that replace references, and in the
+# members of its `allOf`, which count once for each member. Without this limit, 256 references to a
+# definition with 40,000 properties would need gigabytes, and the time for merging thousands of
+# members would grow with the square of their number.
+_MAX_COPIED_VALUES = 200_000
 
 
-class _ReplacementBudget:
-    """Counts the references that may still be replaced by their definitions in one document."""
+class _Budget:
+    """Counts the references that may still be replaced, and the values that may still be copied."""
 
     def __init__(self) -> None:
-        """Allow `_MAX_REPLACEMENTS` replacements."""
-        self._num_left = _MAX_REPLACEMENTS
+        """Allow `_MAX_REPLACEMENTS` replacements and `_MAX_COPIED_VALUES` values."""
+        self._num_replacements_left = _MAX_REPLACEMENTS
+        self._num_values_left = _MAX_COPIED_VALUES
 
-    def spend(self) -> None:
-        """Count one replacement. Raise CannotMergeError if no more replacements are allowed."""
-        if self._num_left == 0:
+    def spend_replacement(self, definition: object) -> None:
+        """Count a reference and the values of the `definition` that replaces it.
+
+        Raises:
+            CannotMergeError: The budget does not allow the replacement.
+        """
+        if self._num_replacements_left == 0:
             raise CannotMergeError("too many references have been replaced")
-        self._num_left -= 1
+        self._num_replacements_left -= 1
+        self.spend_copies(definition)
+
+    def spend_copies(self, value: object, num_copies: int = 1) -> None:
+        """Count the values of a JSON value, `num_copies` times.
+
+        Raises:
+            CannotMergeError: The budget does not allow the copies. It then allows no more copies.
+        """
+        unread = [value]
+        while unread:
+            self._num_values_left -= num_copies
+            if self._num_values_left < 0:
+                raise CannotMergeError("too many values have been copied")
+            inner = unread.pop()
+            if isinstance(inner, Mapping):
+                unread.extend(inner.values())
+            elif isinstance(inner, list | tuple):
+                unread.extend(inner)
 
 
 class _Scope(NamedTuple):
@@ -48,14 +76,14 @@ class _Scope(NamedTuple):
     Attributes:
         root: The outermost schema of the document. It contains the definitions to which the keyword
             `$ref` refers, for example `"#/$defs/Address"`.
-        budget: The number of references that may still be replaced in the document.
+        budget: The references that may still be replaced, and the values that may still be copied.
         replaced_references: The references that were replaced by their definitions. If the
             definitions contain one of these references again, the schema is recursive. The
             reference is then not replaced a second time, so that the rewriting ends.
     """
 
     root: object
-    budget: _ReplacementBudget
+    budget: _Budget
     replaced_references: frozenset[str] = frozenset()
 
     def with_replaced(self, references: Iterable[str]) -> _Scope:
@@ -99,7 +127,7 @@ def rewrite_for_xgrammar(schema: object) -> Any:  # noqa: ANN401 - JSON
         {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 22} returns
         {"enum": [10, 15, 20]}.
     """
-    return _rewrite(schema, _Scope(schema, _ReplacementBudget()), depth=0)
+    return _rewrite(schema, _Scope(schema, _Budget()), depth=0)
 
 
 def _rewrite(value: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 - JSON
@@ -258,12 +286,15 @@ def _merge_all_of(parts: _AllOf, scope: _Scope) -> _ScopedSchema:
     `{"type": "integer", "maximum": 5}`. The scope of the result also contains these references.
 
     Raises:
-        CannotMergeError: The members cannot be merged.
+        CannotMergeError: The members cannot be merged, or are too large.
     """
     if not parts.members:
         return _ScopedSchema(parts.keywords, scope)
     flat_parts = [_flatten_part(part, scope) for part in (parts.keywords, *parts.members)]
     schemas, scopes = zip(*flat_parts, strict=True)
+    if len(parts.members) > 1:
+        # Each step of the merging copies the result of the previous step.
+        scope.budget.spend_copies(schemas, num_copies=len(schemas))
     merged = functools.reduce(merge_schemas, schemas)
     replaced = [reference for inner in scopes for reference in inner.replaced_references]
     return _ScopedSchema(merged, scope.with_replaced(replaced))
@@ -337,7 +368,7 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _ScopedSchema:
 
     Raises:
         CannotMergeError: The definition does not exist, or contains the same `$ref` again, or too
-            many references have been replaced.
+            many references have been replaced, or the definitions are too large.
     """
     reference = schema.get("$ref")
     if reference is None:
@@ -346,8 +377,8 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _ScopedSchema:
         raise CannotMergeError("the value of $ref is not a string")
     if reference in scope.replaced_references:
         raise CannotMergeError("the schema is recursive")
-    scope.budget.spend()
     definition = _definition_of(reference, scope.root)
+    scope.budget.spend_replacement(definition)
     # The definition may itself contain references and `allOf`.
     flat_definition = _flatten_part(definition, scope.with_replaced([reference]))
     other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}

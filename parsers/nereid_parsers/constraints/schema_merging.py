@@ -25,6 +25,7 @@ _STRICTER = {
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
 }
 _PROPERTY_KEYWORDS = ("properties", "additionalProperties")
+_LIMIT_OF_MULTIPLES = 2**64
 
 
 class CannotMergeError(Exception):
@@ -116,8 +117,20 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
     if keyword in _STRICTER and is_number(first) and is_number(second):
         return _STRICTER[keyword](first, second)
     if keyword == "multipleOf" and is_integer(first) and is_integer(second):
-        return math.lcm(int(first), int(second))
+        return _common_multiple(int(first), int(second))
     raise CannotMergeError(f"two values of {keyword} cannot be merged")
+
+
+def _common_multiple(first: int, second: int) -> int:
+    """Return the least common multiple of two values of `multipleOf`: 4 and 6 give 12.
+
+    Raises:
+        CannotMergeError: A value has more than 64 bits. The common multiples of such values could
+            have more digits than Python writes.
+    """
+    if max(abs(first), abs(second)) >= _LIMIT_OF_MULTIPLES:
+        raise CannotMergeError("a value of multipleOf has more than 64 bits")
+    return math.lcm(first, second)
 
 
 def _common_values(first: list[Any], second: list[Any]) -> list[Any]:

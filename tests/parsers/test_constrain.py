@@ -300,6 +300,10 @@ def test_tools_and_a_json_answer_allow_either_of_the_two():
         ),
         ({"response_format": {"type": "xml"}}, "type must be text, json_object, json_schema"),
         ({"tools": [{"type": "function", "function": {}}]}, "tool .* has no function name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
+            r"the field parameters of the function 'f' must be an object, but it is \[1\]",
+        ),
     ],
 )
 def test_invalid_requests_are_refused(kwargs, words):
@@ -624,6 +628,34 @@ def test_a_restriction_that_text_without_quotes_would_violate_is_reported(name, 
     offered[0]["function"]["strict"] = False
     assert fmt.structural_tag(offered, "required") is not None
     assert "inside $.properties.a" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "definition"),
+    [
+        ("qwen3_coder", {"type": "object", "properties": {f"p{n}": {} for n in range(5000)}}),
+        ("qwen3_coder", {"type": "object", "default": ["x" * 10_000]}),
+        ("qwen3_coder", {"enum": [f"choice {n}" for n in range(5000)]}),
+        ("pythonic", {"type": "array", "items": {"const": "x" * 10_000}}),
+        ("functiongemma", {"type": "object", "properties": {f"p{n}": {} for n in range(99)}}),
+    ],
+)
+def test_a_definition_that_many_arguments_share_does_not_fill_the_memory(name, definition):
+    arguments = {f"a{number}": {"$ref": "#/$defs/shared"} for number in range(5000)}
+    parameters = {"properties": arguments, "$defs": {"shared": definition}}
+    offered = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(ConstraintError, match="would have more than 4194304 characters"):
+        get_format(name).structural_tag(offered, "required")
+
+
+def test_a_warning_about_a_schema_is_one_short_line(caplog):
+    names = ["evil\nERROR \x1b[2J", *(f"long {number} " * 99 for number in range(999))]
+    offered = [tool("f\n", **{name: {"type": "array", "uniqueItems": True} for name in names})]
+    HERMES.structural_tag(offered, "required")
+    (line,) = caplog.text.splitlines()
+    assert r"uniqueItems at $.properties.evil\nERROR \x1b[2J; uniqueItems at" in line
+    assert line.endswith("; and 984 more")
+    assert len(line) < 5000
 
 
 def test_a_recursive_schema_for_unquoted_keys_is_refused():

@@ -33,6 +33,9 @@ _KEY_OF_NODE_LIST = {
     "tags_with_separator": "tags",
 }
 _NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_SINGLE_NODE, *_KEY_OF_NODE_LIST})
+# A warning lists this number of keywords at most, and this number of characters of each.
+_MAX_REPORTED = 16
+_MAX_REPORTED_CHARS = 200
 
 
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
@@ -108,7 +111,9 @@ def report_keywords(descriptions: list[str], *, is_strict: bool, field: str) -> 
     """
     if not descriptions:
         return
-    unenforced_parts = "; ".join(descriptions)
+    unenforced_parts = "; ".join(map(_printable, descriptions[:_MAX_REPORTED]))
+    if len(descriptions) > _MAX_REPORTED:
+        unenforced_parts += f"; and {len(descriptions) - _MAX_REPORTED} more"
     if is_strict:
         raise ConstraintError(
             f"{field}: strict is true, but constrained decoding cannot enforce these parts of the "
@@ -116,8 +121,19 @@ def report_keywords(descriptions: list[str], *, is_strict: bool, field: str) -> 
         )
     log.warning(
         "%s: constrained decoding does not enforce these parts of the schema: %s",
-        field,
+        _printable(field),
         unenforced_parts,
+    )
+
+
+def _printable(text: str) -> str:
+    """Return the first `_MAX_REPORTED_CHARS` characters of a text as one line.
+
+    A client chooses the names in the text. A line break in a name would begin a new line of the
+    log, and an escape sequence would control the terminal.
+    """
+    return "".join(
+        char if char.isprintable() else repr(char)[1:-1] for char in text[:_MAX_REPORTED_CHARS]
     )
 
 

@@ -93,7 +93,7 @@ class ToolSchema:
         rewritten, so that xgrammar enforces more of its keywords.
 
         Raises:
-            ConstraintError: The member contains no function name.
+            ConstraintError: The member contains no function name, or `parameters` is not an object.
         """
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -101,7 +101,8 @@ class ToolSchema:
             raise ConstraintError(
                 f"tools: the tool {shorten(dict(tool))} has no function name. Set function.name."
             )
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        declared = function.get("parameters") or {"type": "object", "properties": {}}
+        parameters = _object(declared, f"tools: the field parameters of the function {name!r:.80}")
         is_strict = bool(function.get("strict") or tool.get("strict"))
         return cls(name, follow_references(rewrite_for_xgrammar(parameters)), is_strict)
 

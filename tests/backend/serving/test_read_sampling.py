@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from nereid_backend import ModelError, RequestError, SamplingParams
@@ -138,6 +139,13 @@ def test_fields_with_default_values_are_accepted(fields):
 def test_an_unknown_sampling_parameter_is_refused_with_the_nearest_name():
     with pytest.raises(RequestError, match='Did you mean "temperature"'):
         refuse_unknown({"temprature": 1})
+
+
+def test_an_unknown_sampling_parameter_with_a_very_long_name_is_refused_quickly():
+    start = time.process_time()
+    with pytest.raises(RequestError, match=r"not a known sampling parameter\.$"):
+        refuse_unknown({"temperature" * 1_000_000: 1})
+    assert time.process_time() - start < 0.3
 
 
 def test_every_engine_field_reaches_the_engine():

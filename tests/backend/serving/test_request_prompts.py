@@ -217,6 +217,13 @@ def test_a_chat_with_media_does_not_delay_the_chats_of_other_clients(part):
         assert _is_long(chat_request(spelling), reads_media=True)
 
 
+def test_a_completion_with_a_large_grammar_does_not_delay_other_requests():
+    parameters = json.dumps({"regex": "(a|b)" * 10_000})
+    fields = {"text_input": "Hello", "sampling_parameters": parameters}
+    tensors = {name: np.array([text.encode()], dtype=np.object_) for name, text in fields.items()}
+    assert _is_long(Request(**tensors), reads_media=False)
+
+
 def test_a_chat_that_mentions_images_is_short_if_the_model_reads_none():
     text = json.dumps(body({"type": "text", "text": 'The "image" of a café'}))
     assert not _is_long(chat_request(text), reads_media=False)

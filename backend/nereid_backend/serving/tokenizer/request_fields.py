@@ -33,6 +33,7 @@ CACHE_RETENTIONS: dict[str, float | None] = {
     "24h": 86400.0,
 }
 
+_MAX_COMPARED_CHARS = 100
 _BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
@@ -212,6 +213,7 @@ def refuse_unknown(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name in known_names:
             continue
-        similar_names = difflib.get_close_matches(name, known_names, n=1)
+        # A name of megabytes cannot be similar to a known name, and the comparison would take long.
+        similar_names = difflib.get_close_matches(name[:_MAX_COMPARED_CHARS], known_names, n=1)
         hint = f' Did you mean "{similar_names[0]}"?' if similar_names else ""
         raise RequestError(f"{name}: this name is not a known sampling parameter.{hint}")

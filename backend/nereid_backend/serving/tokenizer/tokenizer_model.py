@@ -55,6 +55,13 @@ from nereid_backend.vision.image_sources import ImageSources
 _MEDIA_MARK = re.compile(rb'"(?:input_)?(?:image|video|audio)|\\u00[67]')
 # Tokenising `_LONG_PROMPT_BYTES` bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
+# The inputs whose length decides whether a request is long. Reading a grammar of several megabytes
+# in the sampling parameters takes as long as tokenising a long prompt.
+_TEXT_INPUTS = (
+    tensor_names.CHAT_REQUEST,
+    tensor_names.TEXT_INPUT,
+    tensor_names.SAMPLING_PARAMETERS,
+)
 
 
 class TokenizerModel:
@@ -290,7 +297,7 @@ def _is_long(request: Any, *, reads_media: bool) -> bool:  # noqa: ANN401 - the 
     """
     if triton_api.has_input(request, tensor_names.IMAGE):
         return True
-    for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
+    for name in _TEXT_INPUTS:
         texts = triton_api.optional_array(request, name)
         for text in texts if texts is not None else ():
             if len(text) > _LONG_PROMPT_BYTES or (reads_media and _MEDIA_MARK.search(text)):

@@ -23,4 +23,4 @@ def encoder_of(tmp_path_factory):
 def texts():
     """Texts of different lengths in random order."""
     rng = random.Random(7)
-    return [text(rng, n) for n in (3, 40, 1, 17, 3, 90, 28, 9)]
+    return [text(rng, num_words) for num_words in (3, 40, 1, 17, 3, 90, 28, 9)]

@@ -1,5 +1,6 @@
 """Tests of the pooling engine: the order of its work, its limits, and invalid inputs."""
 
+import itertools
 import random
 
 import numpy as np
@@ -21,6 +22,7 @@ def folder(encoder_of):
 
 
 def engine_of(folder, **settings):
+    """Return a pooling engine for a checkpoint."""
     return PoolingEngine(PoolingConfig(folder, num_threads=1, **settings), progress=lambda _: None)
 
 
@@ -30,6 +32,7 @@ def embedder(folder):
 
 
 def items(count, length=5):
+    """Return inputs with random texts of `length` words."""
     rng = random.Random(count)
     return [PoolingItem(text=text(rng, length)) for _ in range(count)]
 
@@ -39,8 +42,8 @@ def test_a_request_of_a_thousand_texts_does_not_starve_a_request_of_one(folder):
     engine.add("many", items(1000))
     engine.step()
     engine.add("one", items(1, length=60))
-    answered = [result.request_id for _ in range(2) for result in engine.step()]
-    assert "one" in answered
+    answered_requests = [result.request_id for _ in range(2) for result in engine.step()]
+    assert "one" in answered_requests
     engine.abort("many")
     assert not engine.has_work()
 
@@ -48,22 +51,23 @@ def test_a_request_of_a_thousand_texts_does_not_starve_a_request_of_one(folder):
 def test_every_input_of_every_request_gets_exactly_one_result(folder):
     engine = engine_of(folder, max_batch_tokens=64)
     rng = random.Random(5)
-    for number in range(4):
-        engine.add(str(number), [PoolingItem(text=text(rng, rng.randint(1, 90))) for _ in range(9)])
-    seen = []
+    for request_id in ("a", "b", "c", "d"):
+        texts = [text(rng, rng.randint(1, 90)) for _ in range(9)]
+        engine.add(request_id, [PoolingItem(text=each) for each in texts])
+    answered_inputs = []
     while engine.has_work():
         results = engine.step()
-        assert sum(one.num_tokens for one in results) <= 64 or len(results) == 1
-        seen += [(one.request_id, one.index) for one in results]
-    assert sorted(seen) == [(str(n), i) for n in range(4) for i in range(9)]
+        assert sum(result.num_tokens for result in results) <= 64 or len(results) == 1
+        answered_inputs += [(result.request_id, result.index) for result in results]
+    assert sorted(answered_inputs) == list(itertools.product("abcd", range(9)))
 
 
 def test_two_thousand_texts_are_answered_in_their_order(embedder):
     texts = [f"w{i % 7}" for i in range(2000)]
-    found = embedder.encode(texts)
-    assert found.shape == (2000, 48)
-    np.testing.assert_allclose(found[:7], found[1960:1967], atol=1e-5)
-    assert not np.allclose(found[0], found[1], atol=1e-3)
+    vectors = embedder.encode(texts)
+    assert vectors.shape == (2000, 48)
+    np.testing.assert_allclose(vectors[:7], vectors[1960:1967], atol=1e-5)
+    assert not np.allclose(vectors[0], vectors[1], atol=1e-3)
 
 
 def test_an_aborted_request_is_forgotten(folder):
@@ -74,7 +78,7 @@ def test_an_aborted_request_is_forgotten(folder):
     assert not engine.has_work()
     assert engine.step() == []
     engine.add("a", items(1))
-    assert [one.request_id for one in engine.step()] == ["a"]
+    assert [result.request_id for result in engine.step()] == ["a"]
 
 
 def test_a_request_id_that_is_waiting_and_a_full_queue_are_refused(folder):
@@ -88,14 +92,14 @@ def test_a_request_id_that_is_waiting_and_a_full_queue_are_refused(folder):
 
 
 def test_a_text_that_is_too_long_is_refused_with_its_length_and_the_limit(embedder):
-    rng = random.Random(0)
-    texts = ["w1", text(rng, 500)]
+    long_text = text(random.Random(0), 500)
     message = r"input 1: input: the input has 502 tokens, but the limit is 128 \(max_model_len\)"
     with pytest.raises(RequestError, match=message):
-        embedder.encode(texts)
-    cut = embedder.encode(texts, truncate=True)
-    wanted = embedder.encode(" ".join(texts[1].split()[:126]))
-    np.testing.assert_allclose(cut[1:], wanted, atol=1e-5)
+        embedder.encode(["w1", long_text])
+    # Two of the 128 tokens are special tokens.
+    vectors = embedder.encode(["w1", long_text], truncate=True)
+    expected = embedder.encode(" ".join(long_text.split()[:126]))
+    np.testing.assert_allclose(vectors[1:], expected, atol=1e-5)
 
 
 def test_a_text_of_100_kilobytes_is_refused_or_truncated(embedder):
@@ -149,9 +153,11 @@ def test_options_that_the_model_does_not_support_are_refused(folder):
 
 
 def change_weights(folder, target, change):
+    """Copy a checkpoint to `target`, call `change` with its dict of weights, and save them."""
     copy_of(folder, target)
     weights = load_file(target / "model.safetensors")
     change(weights)
+    # The file is a link to the original, which must stay unchanged.
     (target / "model.safetensors").unlink()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return str(target)
@@ -166,27 +172,27 @@ def test_weights_that_are_not_numbers_are_found_at_load(encoder_of, tmp_path):
 
 
 def test_a_text_whose_vector_is_not_finite_fails_without_the_other_texts(encoder_of, tmp_path):
-    def change(weights):
+    def break_token_4(weights):
         weights["embeddings.word_embeddings.weight"][4] = float("inf")
 
-    engine = engine_of(change_weights(encoder_of("bert"), tmp_path, change))
-    engine.add("a", [PoolingItem(token_ids=ids) for ids in ([0, 20, 2], [0, 4, 2], [0, 21, 2])])
-    found = {one.index: one for one in engine.step()}
-    assert found[1].value is None
-    assert "not finite" in found[1].error
-    assert found[0].error is None
-    assert np.isfinite(found[2].value).all()
+    engine = engine_of(change_weights(encoder_of("bert"), tmp_path, break_token_4))
+    engine.add("a", [PoolingItem(token_ids=[0, token_id, 2]) for token_id in (20, 4, 21)])
+    results = {result.index: result for result in engine.step()}
+    assert results[1].value is None
+    assert "not finite" in results[1].error
+    assert results[0].error is None
+    assert np.isfinite(results[2].value).all()
 
 
 def test_an_input_for_which_the_model_fails_does_not_fail_other_inputs(folder):
     engine = engine_of(folder)
     engine.add("a", [PoolingItem(text="w1"), PoolingItem(token_ids=[3])])
     # The model raises an error for a token id outside its vocabulary.
-    bad = next(one for one in engine._queue._waiting["a"] if one.index == 1)
-    bad.prepared.token_ids[0] = 10**6
-    found = {one.index: one for one in engine.step()}
-    assert found[0].value.shape == (48,)
-    assert "the model failed: IndexError" in found[1].error
+    failing_input = next(item for item in engine._queue._waiting["a"] if item.index == 1)
+    failing_input.prepared.token_ids[0] = 10**6
+    results = {result.index: result for result in engine.step()}
+    assert results[0].value.shape == (48,)
+    assert "the model failed: IndexError" in results[1].error
 
 
 def test_wrong_settings_are_named(folder):
@@ -219,22 +225,21 @@ def test_an_encoder_that_cannot_be_loaded_without_its_decoder_is_refused(encoder
 
 def test_packed_layers_compute_the_same_and_shared_weights_are_not_packed():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(30, 16), torch.nn.Linear(16, 24), torch.nn.Linear(24, 16, bias=False)
-    )
+    embedding = torch.nn.Embedding(30, 16)
     head = torch.nn.Linear(16, 30, bias=False)
-    head.weight = model[0].weight
-    model.append(head)
+    head.weight = embedding.weight
+    model = torch.nn.Sequential(
+        embedding, torch.nn.Linear(16, 24), torch.nn.Linear(24, 16, bias=False), head
+    )
     ids = torch.arange(30)[None]
     with torch.inference_mode():
-        wanted = model(ids)
+        expected = model(ids)
+
         assert prepack_linears(model) == 2
-        assert [isinstance(layer, PackedLinear | NativeLinear) for layer in model] == [
-            False,
-            True,
-            True,
-            False,
-        ]
+
+        is_packed = [isinstance(layer, PackedLinear | NativeLinear) for layer in model]
+        assert is_packed == [False, True, True, False]
+        torch.testing.assert_close(model(ids), expected, rtol=1e-5, atol=1e-5)
+        # A packed layer has no ordinary weight, so its weight is a placeholder of the same shape.
         assert model[1].weight.shape == (24, 16)
-        torch.testing.assert_close(model(ids), wanted, rtol=1e-5, atol=1e-5)
         assert torch.nn.functional.linear(torch.ones(1, 16), model[1].weight).isnan().all()

@@ -35,26 +35,26 @@ def embedder(folder):
 
 def test_vectors_of_texts_images_and_both_equal_those_of_transformers(embedder, folder):
     assert embedder.info.accepts_images
-    images = [picture(1), picture(2, (40, 72))]
+    first_image, second_image = picture(1), picture(2, (40, 72))
     vectors = embedder.encode(
         [
             TEXTS[0],
-            {"image": png(images[0])},
-            {"text": TEXTS[1], "image": png(images[1])},
+            {"image": png(first_image)},
+            {"text": TEXTS[1], "image": png(second_image)},
             {"text": TEXTS[2]},
         ]
     )
     chats = [
         [user(TEXTS[0])],
-        [user(images[0])],
-        [user(images[1], TEXTS[1])],
+        [user(first_image)],
+        [user(second_image, TEXTS[1])],
         [user(TEXTS[2])],
     ]
-    expected = last_vectors(folder, chats)
-    np.testing.assert_allclose(vectors, expected, atol=2e-4)
+    np.testing.assert_allclose(vectors, last_vectors(folder, chats), atol=2e-4)
     # The vector depends on the pixels.
-    other = embedder.encode({"text": TEXTS[1], "image": png(picture(3, (40, 72)))})
-    assert np.abs(other[0] - vectors[2]).max() > 1e-3
+    other_image = picture(3, (40, 72))
+    (other_vector,) = embedder.encode({"text": TEXTS[1], "image": png(other_image)})
+    assert np.abs(other_vector - vectors[2]).max() > 1e-3
 
 
 def test_a_prompt_is_a_system_message(embedder, folder):
@@ -104,8 +104,8 @@ def test_the_second_use_of_an_image_runs_no_encoder(embedder):
     vectors = embedder.encode(inputs)
     assert features.num_encoded == num_encoded + 2
     assert features.num_reused == num_reused + 4
-    for one, vector in zip(inputs, vectors, strict=True):
-        np.testing.assert_array_equal(embedder.encode(one)[0], vector)
+    for each, vector in zip(inputs, vectors, strict=True):
+        np.testing.assert_array_equal(embedder.encode(each)[0], vector)
     assert features.num_encoded == num_encoded + 2
 
 
@@ -133,15 +133,25 @@ def page_embedder(retrieval):
 @torch.inference_mode()
 def test_queries_and_pages_of_transformers(page_embedder, retrieval):
     _, model, processor = retrieval
-    embedder = page_embedder
-    assert embedder.info.kinds == ("multi_vector",)
-    assert embedder.info.dimension == 16
-    pages = [picture(1), picture(2, (40, 72))]
-    vectors = embedder.encode_multi([TEXTS[0], *({"image": png(page)} for page in pages), TEXTS[1]])
-    queries = [processor.process_queries(text=[text]) for text in TEXTS[:2]]
-    inputs = [queries[0], *(processor.process_images(images=[page]) for page in pages), queries[1]]
-    for got, one in zip(vectors, inputs, strict=True):
-        np.testing.assert_allclose(got, model(**one).embeddings[0].numpy(), atol=2e-4)
+    assert page_embedder.info.kinds == ("multi_vector",)
+    assert page_embedder.info.dimension == 16
+    first_query, second_query = TEXTS[:2]
+    first_page, second_page = picture(1), picture(2, (40, 72))
+
+    vectors = page_embedder.encode_multi(
+        [first_query, {"image": png(first_page)}, {"image": png(second_page)}, second_query]
+    )
+
+    inputs = [
+        processor.process_queries(text=[first_query]),
+        processor.process_images(images=[first_page]),
+        processor.process_images(images=[second_page]),
+        processor.process_queries(text=[second_query]),
+    ]
+    for vectors_of_input, processed in zip(vectors, inputs, strict=True):
+        expected = model(**processed).embeddings[0].numpy()
+        np.testing.assert_allclose(vectors_of_input, expected, atol=2e-4)
+    # The vectors of a page depend on the pixels.
     assert vectors[1].shape != vectors[2].shape or np.abs(vectors[1] - vectors[2]).max() > 1e-3
 
 

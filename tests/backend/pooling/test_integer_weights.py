@@ -35,8 +35,8 @@ def test_4_bits_round_more_than_8_bits(encoder_of, texts):
         dtype: Embedder(folder, num_threads=1, weight_dtype=dtype).encode(texts)
         for dtype in ("int8", "int4")
     }
-    least = {dtype: cosines(plain, vectors).min() for dtype, vectors in rounded.items()}
-    assert 0.9 < least["int4"] < least["int8"] < 1 - 1e-7
+    smallest_cosines = {dtype: cosines(plain, vectors).min() for dtype, vectors in rounded.items()}
+    assert 0.9 < smallest_cosines["int4"] < smallest_cosines["int8"] < 1 - 1e-7
 
 
 def test_scores_with_8_bits_are_close_to_those_with_unrounded_weights(encoder_of, texts):

@@ -21,11 +21,13 @@ QUERIES = ["w1", "w3 w5 , w6", "w9 w3 w3 w2 w8 w7", text(random.Random(3), 40)]
 
 
 def write(path, value):
+    """Replace a file of a copied checkpoint with JSON."""
     path.unlink(missing_ok=True)  # The file is a link to the original, which must stay unchanged.
     path.write_text(json.dumps(value))
 
 
 def add_projection(folder, path="1_Dense", **config):
+    """Write the weight of a dense module that projects 48 to 16 numbers; return its config."""
     (folder / path).mkdir()
     weight = torch.randn(16, 48, generator=torch.Generator().manual_seed(1)) * 0.2
     save_file({"linear.weight": weight}, folder / path / "model.safetensors")
@@ -37,12 +39,13 @@ def add_projection(folder, path="1_Dense", **config):
 def native(encoder_of, tmp_path):
     """A function that writes a checkpoint in the layout of sentence-transformers."""
 
-    def make(settings, family="bert", **mask):
+    def make(settings, family="bert", **mask_settings):
         folder = copy_of(encoder_of(family), tmp_path)
         dense = (DENSE, "1_Dense", add_projection(folder, **TOKENS))
-        mask = {"skiplist_words": ["w3", "w5", "w77", ","], **mask}
-        modules = (dense, (NORMALIZE[0], "2_Normalize", TOKENS), (MASK, "3_Mask", mask))
-        add_modules(folder, *modules, model_type="MultiVectorEncoder")
+        normalize = (NORMALIZE[0], "2_Normalize", TOKENS)
+        skipped_words = {"skiplist_words": ["w3", "w5", "w77", ","]}
+        mask = (MASK, "3_Mask", {**skipped_words, **mask_settings})
+        add_modules(folder, dense, normalize, mask, model_type="MultiVectorEncoder")
         write(folder / "sentence_bert_config.json", settings)
         return folder
 
@@ -52,19 +55,19 @@ def native(encoder_of, tmp_path):
 def assert_equal_to_reference(folder, *, queries=QUERIES, documents=(*QUERIES, "w3 w5 w6 , w8")):
     """Compare the vectors of queries and documents with the vectors of sentence-transformers.
 
-    All queries are one batch, and all documents are another batch.
+    All queries are one batch, and all documents are another batch. Return the embedder.
     """
     embedder = Embedder(str(folder), num_threads=1)
     reference = MultiVectorEncoder(str(folder), device="cpu")
-    prompts = embedder.info.prompts
-    found = embedder.encode_multi(
-        queries, prompt_name="query" if "query" in prompts else None, truncate=True
-    )
-    name = "document" if "document" in prompts else None
-    found += embedder.encode_multi(documents, prompt_name=name, truncate=True)
-    wanted = [*reference.encode_query(queries), *reference.encode_document(list(documents))]
-    for vectors, rows in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(vectors, np.asarray(rows), rtol=0, atol=2e-5)
+
+    def encode(texts, prompt_name):
+        known_name = prompt_name if prompt_name in embedder.info.prompts else None
+        return embedder.encode_multi(texts, prompt_name=known_name, truncate=True)
+
+    vectors = [*encode(queries, "query"), *encode(documents, "document")]
+    expected = [*reference.encode_query(queries), *reference.encode_document(list(documents))]
+    for vectors_of_text, expected_of_text in zip(vectors, expected, strict=True):
+        np.testing.assert_allclose(vectors_of_text, np.asarray(expected_of_text), rtol=0, atol=2e-5)
     return embedder
 
 
@@ -136,15 +139,16 @@ def test_a_checkpoint_of_stanford(encoder_of, tmp_path, metadata):
     folder = copy_of(encoder_of("bert"), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     write(folder / "config.json", config | {"architectures": ["HF_ColBERT"]})
-    weights = {
-        f"bert.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()
-    }
+    file = folder / "model.safetensors"
+    weights = {f"bert.{name}": tensor for name, tensor in load_file(file).items()}
     weights["linear.weight"] = torch.randn(16, 48, generator=torch.Generator().manual_seed(2))
-    (folder / "model.safetensors").unlink()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    file.unlink()  # The file is a link to the original, which must stay unchanged.
+    save_file(weights, file, metadata={"format": "pt"})
     if metadata is not None:
         write(folder / "artifact.metadata", metadata)
+
     embedder = assert_equal_to_reference(folder)
+
     assert (embedder.info.kinds, embedder.info.dimension) == (("multi_vector",), 16)
 
 

@@ -15,37 +15,37 @@ from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBa
 # The best instruction set, and two instruction sets that multiply in other ways: avx512_bf16
 # multiplies pairs of bfloat16 numbers, and avx2 multiplies only float32 numbers.
 INSTRUCTION_SETS = [
-    one.name
-    for index, one in enumerate(supported_instruction_sets())
-    if index == 0 or one.name in ("avx512_bf16", "avx2")
+    instruction_set.name
+    for index, instruction_set in enumerate(supported_instruction_sets())
+    if index == 0 or instruction_set.name in ("avx512_bf16", "avx2")
 ]
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="the CPU kernels cannot be built")
 
 
-def by_definition(query, key, value, *, is_causal, window, softcap, sinks, scale):
+def by_definition(query, key, value, options):
     """Return the attention of one text by the definition, computed in float64.
 
     `query` has the shape [heads, length, dim]. `key` and `value` have the shape [kv_heads, length,
     dim].
     """
-    groups = query.shape[0] // key.shape[0]
-    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    scores = query.double() @ key.double().transpose(1, 2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    group_size = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(group_size, 0), value.repeat_interleave(group_size, 0)
+    scores = query.double() @ key.double().transpose(1, 2) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     positions = torch.arange(query.shape[1])
-    distance = positions[:, None] - positions
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if is_causal:
-        hidden |= distance < 0
-    if window is not None:
-        hidden |= distance.abs() >= window
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        column = sinks.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
+    distances = positions[:, None] - positions
+    is_hidden = torch.zeros_like(distances, dtype=torch.bool)
+    if options.is_causal:
+        is_hidden |= distances < 0
+    if options.window is not None:
+        is_hidden |= distances.abs() >= options.window
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    if options.sinks is not None:
+        # A sink is an additional score of each row, which belongs to no token.
+        sinks = options.sinks.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : len(positions)]
     return (weights @ value.double()).float()
 
 
@@ -60,17 +60,17 @@ def test_packed_attention_equals_the_attention_of_each_text_alone(
     if not uses_kernels:
         monkeypatch.setattr(cpu_texts, "can_attend", lambda query: False)
     torch.manual_seed(0)
-    lens = (1, 3, 3, 40, 300, 300, 517)
-    total = sum(lens)
+    lengths = (1, 3, 3, 40, 300, 300, 517)
+    total = sum(lengths)
     # Without kernels, bfloat16 runs through the same code as float32, but its errors are larger.
     dtype = torch.bfloat16 if uses_kernels and not extra else torch.float32
     query = torch.randn(1, 4, total, 8).to(dtype)
     key, value = torch.randn(2, 1, kv_heads, total, 8).to(dtype)
     softcap = 3.0 if extra == "softcap" else None
     sinks = torch.randn(4) if extra == "sinks" else None
-    batch = TokenBatch(torch.zeros(total, dtype=torch.int64), None, lens)
-    attention = PackedAttention(batch.groups(), is_causal)
-    found = attention(
+    batch = TokenBatch(torch.zeros(total, dtype=torch.int64), None, lengths)
+
+    attended = PackedAttention(batch.groups(), is_causal)(
         torch.nn.Identity(),
         query,
         key,
@@ -80,25 +80,22 @@ def test_packed_attention_equals_the_attention_of_each_text_alone(
         softcap=softcap,
         s_aux=sinks,
     )
+
     options = TextAttention(0.4, is_causal, window, softcap, sinks)
-    assert_equals_definition(found[0], (query[0], key[0], value[0]), lens, options)
+    assert_equals_definition(attended[0], (query[0], key[0], value[0]), lengths, options)
 
 
-def assert_equals_definition(found, inputs, lens, options):
-    is_rounded = found.dtype is torch.bfloat16
+def assert_equals_definition(attended, inputs, lengths, options):
+    """Compare the attention of packed texts with the definition, text by text.
+
+    `inputs` contains the queries, keys and values of all texts.
+    """
+    is_rounded = attended.dtype is torch.bfloat16
     atol, rtol = (2e-2, 2e-2) if is_rounded else (1e-5, 1e-4)
-    for start, end in itertools.pairwise(itertools.accumulate(lens, initial=0)):
-        wanted = by_definition(
-            *(tensor[:, start:end] for tensor in inputs),
-            is_causal=options.is_causal,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=options.sinks,
-            scale=options.scale,
-        )
-        torch.testing.assert_close(
-            found[start:end].float(), wanted.transpose(0, 1), rtol=rtol, atol=atol
-        )
+    for start, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        inputs_of_text = (tensor[:, start:end] for tensor in inputs)
+        expected = by_definition(*inputs_of_text, options).transpose(0, 1)
+        torch.testing.assert_close(attended[start:end].float(), expected, rtol=rtol, atol=atol)
 
 
 @needs_kernels
@@ -107,44 +104,39 @@ def assert_equals_definition(found, inputs, lens, options):
 def test_any_attention_of_any_texts_equals_its_definition(name, dtype):
     @settings(max_examples=20, deadline=None)
     @given(
-        lens=st.lists(st.sampled_from([1, 2, 15, 16, 17, 33, 200, 530]), min_size=1, max_size=4),
-        kv_heads=st.integers(1, 2),
+        lengths=st.lists(st.sampled_from([1, 2, 15, 16, 17, 33, 200, 530]), min_size=1, max_size=4),
+        num_key_heads=st.integers(1, 2),
         queries_per_key_head=st.sampled_from([1, 3, 7]),
         key_dim=st.sampled_from([1, 7, 32, 33, 64, 80]),
         value_dim=st.sampled_from([1, 16, 33, 64]),
-        window=st.sampled_from([None, 1, 20, 300]),
-        is_causal=st.booleans(),
-        softcap=st.sampled_from([None, 3.0]),
-        scale=st.sampled_from([0.2, -0.1, 0.0]),
-        threads=st.integers(1, 2),
+        options=st.builds(
+            TextAttention,
+            scale=st.sampled_from([0.2, -0.1, 0.0]),
+            is_causal=st.booleans(),
+            window=st.sampled_from([None, 1, 20, 300]),
+            softcap=st.sampled_from([None, 3.0]),
+        ),
+        num_threads=st.integers(1, 2),
     )
     def check(
-        lens,
-        kv_heads,
-        queries_per_key_head,
-        key_dim,
-        value_dim,
-        window,
-        is_causal,
-        softcap,
-        scale,
-        threads,
+        lengths, num_key_heads, queries_per_key_head, key_dim, value_dim, options, num_threads
     ):
         torch.manual_seed(0)
-        total = sum(lens)
-        heads = kv_heads * queries_per_key_head
-        # All heads of a token are adjacent in memory, as after a linear layer.
-        query = torch.randn(total, heads, key_dim).to(dtype).transpose(0, 1)
-        key = torch.randn(total, kv_heads, key_dim).to(dtype).transpose(0, 1)
-        value = torch.randn(total, kv_heads, value_dim).to(dtype).transpose(0, 1)
-        options = TextAttention(scale, is_causal, window, softcap)
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(threads)
+
+        def random_heads(num_heads, dim):
+            # All heads of a token are adjacent in memory, as after a linear layer.
+            return torch.randn(sum(lengths), num_heads, dim).to(dtype).transpose(0, 1)
+
+        query = random_heads(num_key_heads * queries_per_key_head, key_dim)
+        key = random_heads(num_key_heads, key_dim)
+        value = random_heads(num_key_heads, value_dim)
+        previous_num_threads = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
         try:
-            found = attend_texts((query, key, value), native_texts(lens), options)
+            attended = attend_texts((query, key, value), native_texts(lengths), options)
         finally:
-            torch.set_num_threads(num_threads)
-        assert_equals_definition(found, (query, key, value), lens, options)
+            torch.set_num_threads(previous_num_threads)
+        assert_equals_definition(attended, (query, key, value), lengths, options)
 
     with forced_instruction_set(name):
         check()

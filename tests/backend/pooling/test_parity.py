@@ -13,21 +13,22 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, T5EncoderModel
 
 
-def cosines(found, wanted):
-    found, wanted = found.astype(np.float64), wanted.astype(np.float64)
-    norms = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
-    return (found * wanted).sum(1) / norms
+def cosines(vectors, expected):
+    """Return the cosine between each vector and its expected vector."""
+    vectors, expected = vectors.astype(np.float64), expected.astype(np.float64)
+    norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(expected, axis=1)
+    return (vectors * expected).sum(1) / norms
 
 
-def wanted_rows(folder, texts):
+def token_vectors(folder, texts):
     """Let transformers compute the token vectors of each text alone, with eager attention."""
-    kind = T5EncoderModel if "t5" in folder.name else AutoModel
-    model = kind.from_pretrained(folder, attn_implementation="eager")
+    model_class = T5EncoderModel if "t5" in folder.name else AutoModel
+    model = model_class.from_pretrained(folder, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.inference_mode():
         return [
-            model(**tokenizer(one, return_tensors="pt")).last_hidden_state[0].numpy()
-            for one in texts
+            model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy()
+            for text in texts
         ]
 
 
@@ -36,8 +37,8 @@ def test_a_padding_token_in_a_text_has_the_position_that_transformers_gives_it(e
     texts = ["w1 <pad> w2 w3", "w4 w5 <pad> <pad> w6", "w7"]
     embedder = Embedder(str(folder), pooling="mean", num_threads=1)
     assert embedder.info.path == "packed"
-    wanted = np.stack([rows.mean(0) for rows in wanted_rows(folder, texts)])
-    np.testing.assert_allclose(embedder.encode(texts), wanted, rtol=0, atol=1e-4)
+    expected = np.stack([rows.mean(0) for rows in token_vectors(folder, texts)])
+    np.testing.assert_allclose(embedder.encode(texts), expected, rtol=0, atol=1e-4)
 
 
 # One family for each forward path, and the families with special attention.
@@ -64,12 +65,14 @@ def test_vectors_of_single_texts_and_of_a_mixed_batch_equal_those_of_transformer
     folder = encoder_of(family.name)
     embedder = Embedder(str(folder), pooling="mean", num_threads=1)
     assert embedder.info.path == family.path
-    wanted = np.stack([rows.mean(0) for rows in wanted_rows(folder, texts)])
+    expected = np.stack([rows.mean(0) for rows in token_vectors(folder, texts)])
+
     mixed = embedder.encode(texts, normalize=False)
-    alone = np.concatenate([embedder.encode(one, normalize=False) for one in texts])
-    assert cosines(mixed, wanted).min() >= 0.99999
-    assert cosines(alone, wanted).min() >= 0.99999
-    np.testing.assert_allclose(mixed, wanted, rtol=0, atol=1e-4)
+    alone = np.concatenate([embedder.encode(text, normalize=False) for text in texts])
+
+    assert cosines(mixed, expected).min() >= 0.99999
+    assert cosines(alone, expected).min() >= 0.99999
+    np.testing.assert_allclose(mixed, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -97,49 +100,58 @@ def test_each_pooler_equals_that_of_sentence_transformers(name, modes, encoder_o
     folder = copy_of(encoder_of(name), tmp_path)
     add_modules(folder, pooling(*modes), NORMALIZE)
     embedder = Embedder(str(folder), num_threads=1)
-    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
-    found = embedder.encode(texts)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    vectors = embedder.encode(texts)
     assert embedder.info.pooling == "+".join(modes)
-    assert embedder.info.dimension == found.shape[1] == wanted.shape[1]
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert embedder.info.dimension == vectors.shape[1] == expected.shape[1]
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
 
 
 def test_a_plain_encoder_is_mean_pooled_as_sentence_transformers_does(encoder_of, texts):
     folder = encoder_of("bert")
-    found = Embedder(str(folder), num_threads=1).encode(texts)
-    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
-    assert cosines(found, wanted).min() >= 0.99999
+    vectors = Embedder(str(folder), num_threads=1).encode(texts)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    assert cosines(vectors, expected).min() >= 0.99999
 
 
 def test_an_architecture_of_another_name_runs_if_all_its_weights_are_used(
     encoder_of, texts, tmp_path
 ):
-    folder = copy_of(encoder_of("bert"), tmp_path)
-    config = (folder / "config.json").read_text()
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(config.replace('"BertModel"', '"Contriever"'))
+    folder = rename_architecture(encoder_of("bert"), tmp_path)
     embedder = Embedder(str(folder), num_threads=1)
     assert (embedder.info.architecture, embedder.info.pooling) == ("Contriever", "mean")
-    wanted = np.stack([rows.mean(0) for rows in wanted_rows(folder, texts)])
-    assert cosines(embedder.encode(texts), wanted).min() >= 0.99999
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    weights["linear.weight"] = torch.zeros(4, 48)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        UnsupportedModelError, match=r"does not use 1 of the weights, such as linear\.weight"
-    ):
+    expected = np.stack([rows.mean(0) for rows in token_vectors(folder, texts)])
+    assert cosines(embedder.encode(texts), expected).min() >= 0.99999
+
+
+def test_an_architecture_of_another_name_with_unused_weights_is_refused(encoder_of, tmp_path):
+    folder = rename_architecture(encoder_of("bert"), tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file) | {"linear.weight": torch.zeros(4, 48)}
+    file.unlink()  # The file is a link to the original, which must stay unchanged.
+    save_file(weights, file, metadata={"format": "pt"})
+    message = r"does not use 1 of the weights, such as linear\.weight"
+    with pytest.raises(UnsupportedModelError, match=message):
         Embedder(str(folder))
+
+
+def rename_architecture(folder, target):
+    """Copy a checkpoint of BERT whose config names the architecture "Contriever"."""
+    copy_of(folder, target)
+    config = (folder / "config.json").read_text()
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(config.replace('"BertModel"', '"Contriever"'))
+    return target
 
 
 def test_a_generative_checkpoint_becomes_an_embedder_of_the_last_token(encoder_of, texts):
     folder = encoder_of("llama", "causal")
     embedder = Embedder(str(folder), num_threads=1)
-    wanted = np.stack([rows[-1] for rows in wanted_rows(folder, texts)])
-    found = embedder.encode(texts)
+    expected = np.stack([rows[-1] for rows in token_vectors(folder, texts)])
+    vectors = embedder.encode(texts)
     assert embedder.info.pooling == "lasttoken"
-    assert cosines(found, wanted).min() >= 0.99999
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+    assert cosines(vectors, expected).min() >= 0.99999
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -153,9 +165,9 @@ def test_a_mixture_of_experts_is_recognised_as_causal_in_every_dtype(dtype, text
 
 def test_bfloat16_stays_near_float32(encoder_of, texts):
     folder = encoder_of("bert")
-    found = Embedder(str(folder), dtype="bfloat16", num_threads=1).encode(texts)
-    wanted = Embedder(str(folder), num_threads=1).encode(texts)
-    assert cosines(found, wanted).min() > 0.999
+    vectors = Embedder(str(folder), dtype="bfloat16", num_threads=1).encode(texts)
+    expected = Embedder(str(folder), num_threads=1).encode(texts)
+    assert cosines(vectors, expected).min() > 0.999
 
 
 def test_the_real_checkpoint_equals_sentence_transformers():
@@ -164,7 +176,7 @@ def test_the_real_checkpoint_equals_sentence_transformers():
     )
     folder = str(package.get_model_path())
     texts = ["Hello world", "", "An otter sleeps on its back. " * 30, "Où est la gare ?"]
-    wanted = SentenceTransformer(folder, device="cpu").encode(texts)
+    expected = SentenceTransformer(folder, device="cpu").encode(texts)
     embedder = Embedder(folder, num_threads=1)
     assert embedder.info.path == "packed"
-    assert cosines(embedder.encode(texts, truncate=True), wanted).min() >= 0.99999
+    assert cosines(embedder.encode(texts, truncate=True), expected).min() >= 0.99999

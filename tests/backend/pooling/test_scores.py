@@ -46,9 +46,10 @@ PLAIN_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def pairs():
+    """Pairs of a query and a document, which are random texts of different lengths."""
     rng = random.Random(3)
-    lens = [(3, 40), (5, 5), (1, 90), (12, 1), (5, 5), (8, 17)]
-    return [(text(rng, a), text(rng, b)) for a, b in lens]
+    lengths = [(3, 40), (5, 5), (1, 90), (12, 1), (5, 5), (8, 17)]
+    return [(text(rng, num_words), text(rng, num_others)) for num_words, num_others in lengths]
 
 
 @pytest.mark.parametrize(("name", "config", "path"), HEADS, ids=lambda value: str(value))
@@ -56,13 +57,18 @@ def test_scores_equal_the_cross_encoders(name, config, path, encoder_of, pairs):
     folder = encoder_of(name, "sequence", num_labels=1, **config)
     reranker = Reranker(str(folder), num_threads=1)
     assert reranker.info.path == path
-    wanted = CrossEncoder(str(folder), device="cpu")
-    raw = wanted.predict(pairs, activation_fn=torch.nn.Identity())
-    assert np.ptp(raw) > 0.01
-    np.testing.assert_allclose(reranker.score(pairs, activation="none"), raw, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(reranker.score(pairs), wanted.predict(pairs), rtol=0, atol=1e-5)
-    alone = np.concatenate([reranker.score([pair]) for pair in pairs])
-    np.testing.assert_allclose(alone, wanted.predict(pairs), rtol=0, atol=1e-5)
+    reference = CrossEncoder(str(folder), device="cpu")
+    expected = reference.predict(pairs)
+    expected_logits = reference.predict(pairs, activation_fn=torch.nn.Identity())
+    assert np.ptp(expected_logits) > 0.01
+
+    logits = reranker.score(pairs, activation="none")
+    scores = reranker.score(pairs)
+    scores_of_single_pairs = np.concatenate([reranker.score([pair]) for pair in pairs])
+
+    np.testing.assert_allclose(logits, expected_logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(scores_of_single_pairs, expected, rtol=0, atol=1e-5)
 
 
 def test_the_activation_is_the_one_that_the_checkpoint_names(encoder_of, pairs, tmp_path):
@@ -74,8 +80,8 @@ def test_the_activation_is_the_one_that_the_checkpoint_names(encoder_of, pairs, 
     add_modules(folder, activation_fn="torch.nn.modules.linear.Identity", model_type="CrossEncoder")
     reranker = Reranker(str(folder), num_threads=1)
     assert reranker.info.activation == "none"
-    wanted = CrossEncoder(str(folder), device="cpu").predict(pairs)
-    np.testing.assert_allclose(reranker.score(pairs), wanted, rtol=0, atol=1e-5)
+    expected = CrossEncoder(str(folder), device="cpu").predict(pairs)
+    np.testing.assert_allclose(reranker.score(pairs), expected, rtol=0, atol=1e-5)
 
 
 def test_the_command_in_the_error_converts_the_pickle_files_of_a_reranker(
@@ -88,8 +94,12 @@ def test_the_command_in_the_error_converts_the_pickle_files_of_a_reranker(
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="this command") as caught:
         Reranker(folder)
-    arguments = shlex.split(str(caught.value).partition("checkpoint: ")[2])
-    subprocess.run([sys.executable, *arguments[1:]], check=True)
+
+    # The message ends with a command such as "... the checkpoint: python -m ...".
+    _, _, command = str(caught.value).partition("checkpoint: ")
+    _, *arguments = shlex.split(command)
+    subprocess.run([sys.executable, *arguments], check=True)
+
     np.testing.assert_array_equal(Reranker(folder, num_threads=1).score(pairs), expected)
 
 
@@ -98,10 +108,13 @@ def test_a_classifier_gives_the_probabilities_of_its_labels(encoder_of, pairs):
     engine = PoolingEngine(PoolingConfig(str(folder), num_threads=1), progress=lambda _: None)
     assert (engine.info.task, engine.info.kinds) == ("classify", ("classify",))
     assert engine.info.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
     engine.add("a", [PoolingItem(pair=pair) for pair in pairs])
-    found = {result.index: result.value for result in engine.step()}
-    wanted = CrossEncoder(str(folder), device="cpu").predict(pairs, apply_softmax=True)
-    np.testing.assert_allclose([found[i] for i in range(len(pairs))], wanted, rtol=0, atol=1e-5)
+    results = sorted(engine.step(), key=lambda result: result.index)
+
+    probabilities = [result.value for result in results]
+    expected = CrossEncoder(str(folder), device="cpu").predict(pairs, apply_softmax=True)
+    np.testing.assert_allclose(probabilities, expected, rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match=r"requires a head with 1 label, but .* has 3"):
         Reranker(str(folder))
 
@@ -119,29 +132,33 @@ def test_the_problem_type_of_a_classifier_selects_its_activation(
     (folder / "config.json").write_text(json.dumps(config))
     engine = PoolingEngine(PoolingConfig(str(folder), num_threads=1), progress=lambda _: None)
     assert engine.info.activation == activation
+
     engine.add("a", [PoolingItem(text="w1 w2 w3")])
-    (found,) = engine.step()
+    (result,) = engine.step()
+
     classify = pipeline("text-classification", model=str(folder), top_k=None)
-    wanted = {item["label"]: item["score"] for item in classify(["w1 w2 w3"])[0]}
-    expected = [wanted[label] for label in engine.info.labels]
-    np.testing.assert_allclose(found.value, expected, rtol=0, atol=1e-5)
+    scores = {item["label"]: item["score"] for item in classify(["w1 w2 w3"])[0]}
+    expected = [scores[label] for label in engine.info.labels]
+    np.testing.assert_allclose(result.value, expected, rtol=0, atol=1e-5)
 
 
-def judged(folder, prompts):
+def yes_probabilities(folder, prompts):
     """Let transformers compute the probability of "yes" instead of "no" after each prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = []
+    differences = []
     with torch.inference_mode():
         for prompt in prompts:
             ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
             logits = model(ids).logits[0, -1]
-            found.append(logits[VOCABULARY.index("yes")] - logits[VOCABULARY.index("no")])
-    return torch.stack(found).sigmoid().numpy()
+            differences.append(logits[VOCABULARY.index("yes")] - logits[VOCABULARY.index("no")])
+    return torch.stack(differences).sigmoid().numpy()
 
 
 @pytest.fixture(scope="module")
 def judge_folder(tmp_path_factory):
+    """A function that returns the folder of a generative reranker with a given chat template."""
+
     def make(template):
         folder = BY_NAME["qwen3"].save(tmp_path_factory.mktemp("judge"), "causal")
         save_tokenizer(folder, types=False, starts=False, template=template)
@@ -152,19 +169,18 @@ def judge_folder(tmp_path_factory):
 
 def test_a_generative_checkpoint_scores_with_its_template(judge_folder, pairs):
     folder = judge_folder(TEMPLATE)
-    found = Reranker(str(folder), num_threads=1).score(pairs)
-    np.testing.assert_allclose(
-        found, CrossEncoder(str(folder), device="cpu").predict(pairs), rtol=0, atol=1e-5
-    )
-    prompts = [f"query : {q} no : {d} yes :" for q, d in pairs]
-    np.testing.assert_allclose(found, judged(folder, prompts), rtol=0, atol=1e-5)
+    scores = Reranker(str(folder), num_threads=1).score(pairs)
+    expected = CrossEncoder(str(folder), device="cpu").predict(pairs)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
+    prompts = [f"query : {query} no : {document} yes :" for query, document in pairs]
+    np.testing.assert_allclose(scores, yes_probabilities(folder, prompts), rtol=0, atol=1e-5)
 
 
 def test_an_instruction_is_part_of_the_prompt_of_a_generative_reranker(judge_folder, pairs):
     folder = judge_folder(TEMPLATE)
-    found = Reranker(str(folder), num_threads=1).score(pairs, instruction="w7 w8")
-    prompts = [f"w7 w8 query : {q} no : {d} yes :" for q, d in pairs]
-    np.testing.assert_allclose(found, judged(folder, prompts), rtol=0, atol=1e-5)
+    scores = Reranker(str(folder), num_threads=1).score(pairs, instruction="w7 w8")
+    prompts = [f"w7 w8 query : {query} no : {document} yes :" for query, document in pairs]
+    np.testing.assert_allclose(scores, yes_probabilities(folder, prompts), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -175,56 +191,65 @@ def test_the_beginning_of_a_huge_document_is_kept_by_a_generative_reranker(
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"truncation_side": side}))
     reranker = Reranker(str(folder), num_threads=1)
-    huge = "w3 w4 " * 100 + "w5 w6 " * 100_000
-    cut = reranker.score([("w1", huge)], truncate=True)
-    np.testing.assert_allclose(cut, reranker.score([("w1", huge[:1200])], truncate=True))
+    huge_text = "w3 w4 " * 100 + "w5 w6 " * 100_000
+
+    score = reranker.score([("w1", huge_text)], truncate=True)
+
+    # The prompt has space for at most 128 words, which are in the first 1200 characters.
+    expected = reranker.score([("w1", huge_text[:1200])], truncate=True)
+    np.testing.assert_allclose(score, expected)
     with pytest.raises(RequestError, match="instruction: the instruction has at least"):
-        reranker.score([("w1", "w2")], instruction=huge, truncate=True)
+        reranker.score([("w1", "w2")], instruction=huge_text, truncate=True)
 
 
 def test_a_template_without_pair_roles_gets_the_documented_wording(judge_folder, pairs):
     folder = judge_folder(PLAIN_TEMPLATE)
-    short = [pair for pair in pairs if len(pair[1].split()) < 50]
-    found = Reranker(str(folder), num_threads=1).score(short, instruction="w1")
+    short_pairs = [(query, document) for query, document in pairs if len(document.split()) < 50]
+    scores = Reranker(str(folder), num_threads=1).score(short_pairs, instruction="w1")
     system = (
         "Judge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".'
     )
-    prompts = [
-        f"system : {system} </s> user : <Instruct>: w1\n<Query>: {q}\n<Document>: {d} </s> yes :"
-        for q, d in short
+    questions = [
+        f"<Instruct>: w1\n<Query>: {query}\n<Document>: {document}"
+        for query, document in short_pairs
     ]
-    np.testing.assert_allclose(found, judged(folder, prompts), rtol=0, atol=1e-5)
+    prompts = [f"system : {system} </s> user : {question} </s> yes :" for question in questions]
+    np.testing.assert_allclose(scores, yes_probabilities(folder, prompts), rtol=0, atol=1e-5)
 
 
 def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
     judge_folder, pairs, tmp_path
 ):
     folder = copy_of(judge_folder(None), tmp_path)
-    score = ("sentence_transformers.cross_encoder.modules.logit_score.LogitScore", "1_LogitScore")
-    add_modules(
-        folder, (*score, {"true_token_id": 12, "false_token_id": 40}), model_type="CrossEncoder"
-    )
-    settings = '{"transformer_task": "text-generation", "modality_config": {"text": {"method": '
-    settings += (
-        '"forward", "method_output_name": "logits"}}, "module_output_name": "causal_logits"}'
-    )
-    (folder / "sentence_bert_config.json").write_text(settings)
-    reranker = Reranker(str(folder), task="auto", num_threads=1)
-    wanted = CrossEncoder(str(folder), device="cpu").predict(pairs)
-    np.testing.assert_allclose(reranker.score(pairs), wanted, rtol=0, atol=1e-5)
+    module = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+    answers = {"true_token_id": 12, "false_token_id": 40}
+    add_modules(folder, (module, "1_LogitScore", answers), model_type="CrossEncoder")
+    settings = {
+        "transformer_task": "text-generation",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+        "module_output_name": "causal_logits",
+    }
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+
+    scores = Reranker(str(folder), task="auto", num_threads=1).score(pairs)
+
+    expected = CrossEncoder(str(folder), device="cpu").predict(pairs)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
 
 
 def test_a_long_document_is_truncated_and_the_text_after_it_stays(judge_folder):
-    folder = judge_folder(TEMPLATE)
-    reranker = Reranker(str(folder), num_threads=1)
+    reranker = Reranker(str(judge_folder(TEMPLATE)), num_threads=1)
     rng = random.Random(1)
     query, document = text(rng, 4), text(rng, 500)
     with pytest.raises(RequestError, match="has 510 tokens, but the limit is 128"):
         reranker.score([(query, document)])
-    kept = " ".join(document.split()[: 128 - 10])
-    found = reranker.score([(query, document)], truncate=True)
-    np.testing.assert_allclose(found, reranker.score([(query, kept)]), atol=1e-5)
+
+    score = reranker.score([(query, document)], truncate=True)
+
+    # The query and the template have 10 of the 128 tokens.
+    start_of_document = " ".join(document.split()[: 128 - 10])
+    np.testing.assert_allclose(score, reranker.score([(query, start_of_document)]), atol=1e-5)
 
 
 def test_reranking_without_a_head_is_refused_with_the_reason(encoder_of):
@@ -240,15 +265,14 @@ def test_a_generative_checkpoint_without_a_task_is_refused_with_the_remedy(encod
 
 def test_a_head_without_weights_is_refused(encoder_of, tmp_path):
     folder = copy_of(encoder_of("bert"), tmp_path)
-    config = (folder / "config.json").read_text()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {"0": "L"},
+        "label2id": {"L": 0},
+    }
     (folder / "config.json").unlink()
-    (folder / "config.json").write_text(
-        config.replace("BertModel", "BertForSequenceClassification").replace(
-            '"model_type"', '"id2label": {"0": "L"}, "label2id": {"L": 0}, "model_type"'
-        )
-    )
-    with pytest.raises(
-        ModelError,
-        match="lacks 2 weights that the task rerank needs, such as classifier",
-    ):
+    (folder / "config.json").write_text(json.dumps(config))
+    message = "lacks 2 weights that the task rerank needs, such as classifier"
+    with pytest.raises(ModelError, match=message):
         Reranker(str(folder))

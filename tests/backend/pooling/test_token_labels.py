@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from backend.pooling.tiny import copy_of
 from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
@@ -13,17 +14,19 @@ LABELS = {"id2label": {0: "O", 1: "B-X", 2: "I-X"}, "label2id": {"O": 0, "B-X": 
 
 
 def load(folder, **settings):
+    """Return a pooling engine for a checkpoint."""
     config = PoolingConfig(str(folder), num_threads=1, **settings)
     return PoolingEngine(config, progress=lambda _: None)
 
 
 def run(engine, items):
+    """Return the results of a request in the order of its inputs."""
     engine.add("a", items)
-    found = []
+    results = []
     while engine.has_work():
-        found += engine.step()
-    assert [one.error for one in found] == [None] * len(items)
-    return sorted(found, key=lambda one: one.index)
+        results += engine.step()
+    assert [result.error for result in results] == [None] * len(items)
+    return sorted(results, key=lambda result: result.index)
 
 
 @torch.no_grad()
@@ -35,13 +38,14 @@ def test_labels_of_tokens_equal_those_of_transformers(encoder_of, texts, family)
     assert engine.info.labels == ("O", "B-X", "I-X")
     model = AutoModelForTokenClassification.from_pretrained(folder, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for result, text in zip(
-        run(engine, [PoolingItem(text=one) for one in texts]), texts, strict=True
-    ):
-        encoded = tokenizer(text, return_tensors="pt", return_offsets_mapping=True)
-        offsets = encoded.pop("offset_mapping")[0]
-        wanted = model(**encoded).logits[0].softmax(-1)
-        np.testing.assert_allclose(result.value, wanted.numpy(), rtol=0, atol=2e-5)
+
+    results = run(engine, [PoolingItem(text=text) for text in texts])
+
+    for result, text in zip(results, texts, strict=True):
+        inputs = tokenizer(text, return_tensors="pt", return_offsets_mapping=True)
+        offsets = inputs.pop("offset_mapping")[0]
+        expected = model(**inputs).logits[0].softmax(-1)
+        np.testing.assert_allclose(result.value, expected.numpy(), rtol=0, atol=2e-5)
         assert result.offsets.tolist() == offsets.tolist()
         assert result.num_tokens == len(result.value) == len(result.offsets)
 
@@ -75,12 +79,10 @@ def test_pairs_other_kinds_and_reranking_are_refused(encoder_of):
 
 
 def test_a_checkpoint_without_the_weights_of_the_head_is_refused(encoder_of, tmp_path):
-    for path in encoder_of("bert").iterdir():
-        text = path.read_text() if path.name == "config.json" else None
-        target = tmp_path / path.name
-        if text is None:
-            target.symlink_to(path)
-        else:
-            target.write_text(text.replace("BertModel", "BertForTokenClassification"))
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").unlink()
+    changed_config = config.replace("BertModel", "BertForTokenClassification")
+    (folder / "config.json").write_text(changed_config)
     with pytest.raises(ModelError, match="lacks 2 weights that the task classify needs"):
-        load(tmp_path)
+        load(folder)

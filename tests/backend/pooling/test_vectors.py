@@ -1,6 +1,5 @@
 """Tests of dense modules, dimensions, prompts, sparse vectors, multi-vectors and images."""
 
-import io
 import json
 import random
 import re
@@ -21,7 +20,6 @@ from nereid_backend import Embedder, ModelError, RequestError, UnsupportedModelE
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from transformers import AutoModel, AutoTokenizer, CLIPImageProcessor, CLIPModel
@@ -35,6 +33,7 @@ SPLADE = (
 
 
 def add_dense(folder, path, in_features, out_features, **config):
+    """Write the weights of a dense module, and return the module for `add_modules`."""
     (folder / path).mkdir()
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(out_features, in_features, generator=generator) * 0.2
@@ -45,15 +44,15 @@ def add_dense(folder, path, in_features, out_features, **config):
 
 
 def results_of(folder, items, **settings):
-    engine = PoolingEngine(
-        PoolingConfig(str(folder), num_threads=1, **settings), progress=lambda _: None
-    )
+    """Return the values that a pooling engine computes for the inputs, in their order."""
+    config = PoolingConfig(str(folder), num_threads=1, **settings)
+    engine = PoolingEngine(config, progress=lambda _: None)
     engine.add("a", items)
-    found = []
+    results = []
     while engine.has_work():
-        found += engine.step()
-    assert [one.error for one in found] == [None] * len(items)
-    return [one.value for one in sorted(found, key=lambda one: one.index)]
+        results += engine.step()
+    assert [result.error for result in results] == [None] * len(items)
+    return [result.value for result in sorted(results, key=lambda result: result.index)]
 
 
 @pytest.mark.parametrize(
@@ -64,14 +63,12 @@ def test_dense_modules_equal_those_of_sentence_transformers(
 ):
     folder = copy_of(encoder_of("bert"), tmp_path)
     dense = add_dense(folder, "2_Dense", 48, 20, activation_function=activation)
-    add_modules(folder, pooling("mean"), dense, ("x.Normalize", "3_Normalize", {}))
-    path = folder / "modules.json"
-    path.write_text(path.read_text().replace("x.Normalize", NORMALIZE[0]))
+    add_modules(folder, pooling("mean"), dense, (NORMALIZE[0], "3_Normalize", {}))
     embedder = Embedder(str(folder), num_threads=1)
-    found = embedder.encode(texts)
-    assert embedder.info.dimension == found.shape[1] == 20
-    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    vectors = embedder.encode(texts)
+    assert embedder.info.dimension == vectors.shape[1] == 20
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,18 +173,26 @@ def test_vectors_with_different_dimensions_in_one_batch_are_truncated_and_then_n
     encoder_of, texts
 ):
     folder = encoder_of("qwen3")
-    whole = Embedder(str(folder), num_threads=1).encode(texts, normalize=False)
-    sizes = [None, 8, 1, 48, 20, 8, None, 3]
-    wants = [True, None, None, False, True, False, None, True]
-    items = [
-        PoolingItem(text=one, dimensions=size, normalize=want)
-        for one, size, want in zip(texts, sizes, wants, strict=True)
-    ]
-    for value, row, size, want in zip(results_of(folder, items), whole, sizes, wants, strict=True):
-        cut = row[:size]
-        if want is not False:
-            cut = cut / np.linalg.norm(cut)
-        np.testing.assert_allclose(value, cut, rtol=1e-4, atol=1e-5)
+    whole_vectors = Embedder(str(folder), num_threads=1).encode(texts, normalize=False)
+    # The value None selects the default: all dimensions, and normalised.
+    all_dimensions = [None, 8, 1, 48, 20, 8, None, 3]
+    all_normalize = [True, None, None, False, True, False, None, True]
+    options = list(zip(all_dimensions, all_normalize, strict=True))
+
+    vectors = results_of(
+        folder,
+        [
+            PoolingItem(text=text, dimensions=dimensions, normalize=normalize)
+            for text, (dimensions, normalize) in zip(texts, options, strict=True)
+        ],
+    )
+
+    rows = zip(vectors, whole_vectors, options, strict=True)
+    for vector, whole_vector, (dimensions, normalize) in rows:
+        expected = whole_vector[:dimensions]
+        if normalize is not False:
+            expected = expected / np.linalg.norm(expected)
+        np.testing.assert_allclose(vector, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["mean", "weightedmean"])
@@ -195,10 +200,9 @@ def test_vectors_with_different_dimensions_in_one_batch_are_truncated_and_then_n
 def test_prompts_equal_those_of_sentence_transformers(
     include_prompt, mode, encoder_of, texts, tmp_path
 ):
-    folder = copy_of(encoder_of("bert"), tmp_path)
     prompts = {"query": "query : ", "document": ""}
-    add_modules(
-        folder,
+    folder = add_modules(
+        copy_of(encoder_of("bert"), tmp_path),
         pooling(mode, include_prompt=include_prompt),
         prompts=prompts,
         default_prompt_name="query",
@@ -207,15 +211,11 @@ def test_prompts_equal_those_of_sentence_transformers(
     assert embedder.info.prompts == prompts
     reference = SentenceTransformer(str(folder), device="cpu")
     for options in ({}, {"prompt_name": "document"}, {"prompt": "w1 w2 "}):
-        np.testing.assert_allclose(
-            embedder.encode(texts, **options),
-            reference.encode(texts, **options),
-            rtol=0,
-            atol=1e-5,
-        )
-    with pytest.raises(
-        RequestError, match=r"has no prompt 'qury'\. Its prompts are: query, document"
-    ):
+        vectors = embedder.encode(texts, **options)
+        expected = reference.encode(texts, **options)
+        np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
+    message = r"has no prompt 'qury'\. Its prompts are: query, document"
+    with pytest.raises(RequestError, match=message):
         embedder.encode("w1", prompt_name="qury")
 
 
@@ -241,12 +241,14 @@ def test_no_special_tokens_are_added_to_token_ids(encoder_of, texts):
 def test_splade_vectors_equal_those_of_sentence_transformers(encoder_of, texts):
     folder = encoder_of("bert", "masked")
     embedder = Embedder(str(folder), pooling="splade", num_threads=1)
-    wanted = SparseEncoder(str(folder), device="cpu").encode(texts, convert_to_sparse_tensor=False)
-    for found, row in zip(embedder.encode_sparse(texts), wanted.numpy(), strict=True):
-        dense = np.zeros(len(VOCABULARY), dtype=np.float32)
-        dense[list(found)] = list(found.values())
+    expected = SparseEncoder(str(folder), device="cpu").encode(
+        texts, convert_to_sparse_tensor=False
+    )
+    for weights, row in zip(embedder.encode_sparse(texts), expected.numpy(), strict=True):
         assert (row > 0).any()
-        np.testing.assert_allclose(dense, row, rtol=0, atol=1e-5)
+        dense_weights = np.zeros(len(VOCABULARY), dtype=np.float32)
+        dense_weights[list(weights)] = list(weights.values())
+        np.testing.assert_allclose(dense_weights, row, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["max", "sum"])
@@ -257,14 +259,26 @@ def test_the_settings_of_saved_splade_modules_are_used(
     folder = copy_of(encoder_of("distilbert", "masked"), tmp_path)
     config = {"pooling_strategy": strategy, "activation_function": activation}
     add_modules(folder, (*SPLADE[:2], config), model_type="SparseEncoder")
-    (folder / "sentence_bert_config.json").write_text(
-        '{"transformer_task": "fill-mask", "module_output_name": "token_embeddings", '
-        '"modality_config": {"text": {"method": "forward", "method_output_name": "logits"}}}'
-    )
-    wanted = SparseEncoder(str(folder), device="cpu").encode(texts, convert_to_sparse_tensor=False)
-    found = results_of(folder, [PoolingItem(text=one) for one in texts])
-    for value, row in zip(found, wanted.numpy(), strict=True):
-        np.testing.assert_allclose([value[i] for i in sorted(value)], row[row > 0], atol=1e-4)
+    settings = {
+        "transformer_task": "fill-mask",
+        "module_output_name": "token_embeddings",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+    }
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+
+    found = results_of(folder, [PoolingItem(text=each) for each in texts])
+
+    model = SparseEncoder(str(folder), device="cpu")
+    expected = model.encode(texts, convert_to_sparse_tensor=False).numpy()
+    assert_sparse_vectors_equal(found, expected)
+
+
+def assert_sparse_vectors_equal(vectors, expected):
+    """Compare vectors from token ids to weights with rows that have a number for each token id."""
+    for weights, row in zip(vectors, expected, strict=True):
+        np.testing.assert_allclose(
+            [weights[token_id] for token_id in sorted(weights)], row[row > 0], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("limit", [5, 10**6])
@@ -273,37 +287,37 @@ def test_a_splade_model_returns_at_most_the_number_of_weights_in_its_files(
 ):
     folder = copy_of(encoder_of("bert", "masked"), tmp_path)
     model = SparseEncoder(str(folder), device="cpu", max_active_dims=limit)
-    wanted = model.encode(texts, convert_to_sparse_tensor=False)
+    expected = model.encode(texts, convert_to_sparse_tensor=False).numpy()
     add_modules(folder, SPLADE, max_active_dims=limit)
-    found = results_of(folder, [PoolingItem(text=one) for one in texts])
-    for value, row in zip(found, wanted.numpy(), strict=True):
-        np.testing.assert_allclose([value[i] for i in sorted(value)], row[row > 0], atol=1e-4)
+    assert_sparse_vectors_equal(
+        results_of(folder, [PoolingItem(text=each) for each in texts]), expected
+    )
 
 
 def test_vectors_have_the_length_in_the_checkpoints_files_unless_a_request_has_another(
     encoder_of, texts, tmp_path
 ):
     folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"), truncate_dim=16)
-    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts)
     embedder = Embedder(str(folder), num_threads=1)
-    np.testing.assert_allclose(embedder.encode(texts), wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(embedder.encode(texts), expected, rtol=0, atol=1e-4)
     assert embedder.encode(texts[0], dimensions=40).shape == (1, 40)
 
 
-@pytest.mark.parametrize("name", ["PReLU", "RReLU", "Dropout"])
+@pytest.mark.parametrize("activation", ["activation.PReLU", "activation.RReLU", "dropout.Dropout"])
 def test_activations_with_weights_or_random_numbers_equal_those_of_sentence_transformers(
-    name, encoder_of, texts, tmp_path
+    activation, encoder_of, texts, tmp_path
 ):
     folder = copy_of(encoder_of("bert"), tmp_path)
-    kind = f"torch.nn.modules.{'dropout' if name == 'Dropout' else 'activation'}.{name}"
-    dense = add_dense(folder, "2_Dense", 48, 8, activation_function=kind)
-    if name == "PReLU":
+    class_name = f"torch.nn.modules.{activation}"
+    dense = add_dense(folder, "2_Dense", 48, 8, activation_function=class_name)
+    if activation == "activation.PReLU":
         file = folder / "2_Dense" / "model.safetensors"
         save_file(load_file(file) | {"activation_function.weight": torch.tensor([0.75])}, file)
     add_modules(folder, pooling("mean"), dense)
-    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
-    found = Embedder(str(folder), num_threads=1).encode(texts)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    vectors = Embedder(str(folder), num_threads=1).encode(texts)
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-4)
 
 
 def test_a_dense_module_for_token_vectors_after_the_pooling_has_no_effect(
@@ -312,9 +326,9 @@ def test_a_dense_module_for_token_vectors_after_the_pooling_has_no_effect(
     folder = copy_of(encoder_of("bert"), tmp_path)
     dense = add_dense(folder, "2_Dense", 48, 8, module_input_name="token_embeddings")
     add_modules(folder, pooling("mean"), dense)
-    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
-    found = Embedder(str(folder), num_threads=1).encode(texts)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    vectors = Embedder(str(folder), num_threads=1).encode(texts)
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -349,10 +363,10 @@ def test_arguments_for_the_config_and_the_tokenizer_are_used_as_in_sentence_tran
     config_arguments = {"num_hidden_layers": 1, "revision": "main", "trust_remote_code": True}
     settings = {names[0]: config_arguments, names[1]: {"model_max_length": 8}}
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20} | settings))
-    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts)
     embedder = Embedder(str(folder), num_threads=1)
-    found = embedder.encode(texts, truncate=True)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    vectors = embedder.encode(texts, truncate=True)
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -392,22 +406,30 @@ def test_dense_sparse_and_multi_vectors_of_one_model_in_one_batch(lexical_folder
     model = AutoModel.from_pretrained(folder, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     kinds = ("dense", "sparse", "multi_vector")
-    found = results_of(folder, [PoolingItem(kind, text=one) for one in texts for kind in kinds])
-    for number, one in enumerate(texts):
-        encoded = tokenizer(one, return_tensors="pt")
-        hidden = model(**encoded).last_hidden_state[0]
-        dense, sparse, many = found[3 * number : 3 * number + 3]
-        cls = torch.nn.functional.normalize(hidden[0], dim=-1)
-        np.testing.assert_allclose(dense, cls.numpy(), atol=1e-5)
-        weights = {}
-        ids = encoded.input_ids[0].tolist()
+
+    values = results_of(folder, [PoolingItem(kind, text=each) for each in texts for kind in kinds])
+
+    for index, one_text in enumerate(texts):
+        inputs = tokenizer(one_text, return_tensors="pt")
+        hidden = model(**inputs).last_hidden_state[0]
+        dense, sparse, multi_vector = values[3 * index : 3 * index + 3]
+        expected_dense = torch.nn.functional.normalize(hidden[0], dim=-1)
+        np.testing.assert_allclose(dense, expected_dense.numpy(), atol=1e-5)
         scores = layers["sparse_linear"](hidden).relu().squeeze(-1).tolist()
-        for token_id, score in zip(ids, scores, strict=True):
-            if token_id > 3 and score > 0:
-                weights[token_id] = max(score, weights.get(token_id, 0.0))
-        assert sparse == pytest.approx(weights, abs=1e-5)
-        rows = torch.nn.functional.normalize(layers["colbert_linear"](hidden[1:]), dim=-1)
-        np.testing.assert_allclose(many, rows.numpy(), atol=1e-5)
+        expected_sparse = largest_scores(inputs.input_ids[0].tolist(), scores)
+        assert sparse == pytest.approx(expected_sparse, abs=1e-5)
+        projected = layers["colbert_linear"](hidden[1:])
+        expected_vectors = torch.nn.functional.normalize(projected, dim=-1)
+        np.testing.assert_allclose(multi_vector, expected_vectors.numpy(), atol=1e-5)
+
+
+def largest_scores(ids, scores):
+    """Return the largest score of each token, without special tokens and scores of 0."""
+    largest = {}
+    for token_id, score in zip(ids, scores, strict=True):
+        if token_id > 3 and score > 0:
+            largest[token_id] = max(score, largest.get(token_id, 0.0))
+    return largest
 
 
 def test_a_linear_layer_that_is_no_tensor_file_is_refused(lexical_folder):
@@ -419,6 +441,7 @@ def test_a_linear_layer_that_is_no_tensor_file_is_refused(lexical_folder):
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory):
+    """The folder of a tiny CLIP checkpoint."""
     return save_towers(tmp_path_factory.mktemp("clip"))
 
 
@@ -438,24 +461,40 @@ def test_a_dense_module_after_two_towers_is_refused_instead_of_ignored(clip_fold
 
 def test_vectors_of_texts_and_images_equal_those_of_transformers(clip, clip_folder):
     rng = random.Random(0)
-    texts = [text(rng, n) for n in (3, 20, 1, 60)]
-    images = [png(picture(1)), png(picture(2, (64, 33)))]
+    texts = [text(rng, num_words) for num_words in (3, 20, 1, 60)]
+    images = [picture(1), picture(2, (64, 33))]
     assert clip.info.accepts_images
-    mixed = [texts[0], {"image": images[0]}, {"text": texts[1]}, *texts[2:], {"image": images[1]}]
-    found = clip.encode(mixed, normalize=False)
+
+    vectors = clip.encode(
+        [
+            texts[0],
+            {"image": png(images[0])},
+            {"text": texts[1]},
+            *texts[2:],
+            {"image": png(images[1])},
+        ],
+        normalize=False,
+    )
+
     model = CLIPModel.from_pretrained(clip_folder, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(clip_folder)
     processor = CLIPImageProcessor.from_pretrained(clip_folder)
+
+    def text_vector(text):
+        return model.get_text_features(**tokenizer(text, return_tensors="pt")).pooler_output[0]
+
+    def image_vector(image):
+        pixels = processor(images=image, return_tensors="pt").pixel_values
+        return model.get_image_features(pixels).pooler_output[0]
+
     with torch.inference_mode():
-        wanted = [
-            model.get_text_features(**tokenizer(one, return_tensors="pt")).pooler_output[0]
-            for one in texts
+        expected = [
+            text_vector(texts[0]),
+            image_vector(images[0]),
+            *map(text_vector, texts[1:]),
+            image_vector(images[1]),
         ]
-        for place, data in ((1, images[0]), (5, images[1])):
-            image = Image.open(io.BytesIO(data)).convert("RGB")
-            pixels = processor(images=image, return_tensors="pt").pixel_values
-            wanted.insert(place, model.get_image_features(pixels).pooler_output[0])
-    np.testing.assert_allclose(found, torch.stack(wanted).numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(vectors, torch.stack(expected).numpy(), rtol=0, atol=1e-4)
 
 
 def test_a_broken_image_is_an_error_and_the_next_one_works(clip):
@@ -507,8 +546,7 @@ def test_a_module_whose_config_was_not_downloaded_is_refused(folder_name, encode
 def test_a_file_with_a_wrong_value_is_an_error_of_the_checkpoint(
     file, content, message, encoder_of, tmp_path
 ):
-    folder = copy_of(encoder_of("bert"), tmp_path)
-    add_modules(folder, pooling("mean"))
+    folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
     path = folder / file
     if file == "config.json":
         content = json.loads(path.read_text()) | content

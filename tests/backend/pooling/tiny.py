@@ -79,24 +79,29 @@ def save_tokenizer(
     template: str | None = None,
     end: str = "</s>",
 ) -> None:
-    end_id = VOCABULARY.index(end)
-    tokenizer = Tokenizer(
-        WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>")
-    )
+    """Save a tokenizer with one token for each word of `VOCABULARY`.
+
+    Args:
+        folder: the folder of the checkpoint.
+        types: whether the tokenizer returns token types.
+        starts: whether the token <s> is added before a text.
+        template: the chat template, if any.
+        end: the token that is added after a text.
+    """
+    ids = {word: token_id for token_id, word in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     if starts:
         tokenizer.post_processor = TemplateProcessing(
             single=f"<s> $A {end}",
             pair="<s> $A </s> $B:1 </s>:1",
-            special_tokens=[("<s>", 0), ("</s>", 2), (end, end_id)],
+            special_tokens=[(token, ids[token]) for token in ("<s>", "</s>", end)],
         )
     else:
         tokenizer.post_processor = TemplateProcessing(
-            single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 2)]
+            single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", ids["</s>"])]
         )
-    names = ["input_ids", "attention_mask"]
-    if types:
-        names.insert(1, "token_type_ids")
+    type_names = ["token_type_ids"] if types else []
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",
@@ -107,22 +112,28 @@ def save_tokenizer(
         unk_token="<unk>",
         mask_token="<mask>",
         model_max_length=128,
-        model_input_names=names,
+        model_input_names=["input_ids", *type_names, "attention_mask"],
         chat_template=template,
     ).save_pretrained(folder)
 
 
-def add_modules(folder: Path, *modules: tuple[str, str, dict], **saved) -> Path:
-    """Write modules.json with the transformer and then `modules`: (type, subfolder, config)."""
+def add_modules(folder: Path, *modules: tuple[str, str, dict], **settings) -> Path:
+    """Write the files of sentence-transformers for a checkpoint, and return its folder.
+
+    Args:
+        folder: the folder of the checkpoint.
+        modules: a tuple (class, subfolder, config) for each module after the transformer.
+        settings: the content of config_sentence_transformers.json.
+    """
     entries = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
     ]
-    for number, (kind, path, config) in enumerate(modules, start=1):
-        entries.append({"idx": number, "name": str(number), "path": path, "type": kind})
+    for number, (class_name, path, config) in enumerate(modules, start=1):
+        entries.append({"idx": number, "name": str(number), "path": path, "type": class_name})
         (folder / path).mkdir(exist_ok=True)
         (folder / path / "config.json").write_text(json.dumps(config))
     (folder / "modules.json").write_text(json.dumps(entries))
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(saved))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -135,6 +146,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 
 def pooling(*modes: str, size: int = 48, **extra) -> tuple[str, str, dict]:
+    """Return a pooling module for `add_modules`. Its vectors have `size` numbers."""
     config = {"embedding_dimension": size, "pooling_mode": list(modes), **extra}
     return (
         "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
@@ -215,4 +227,5 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def text(rng, length: int) -> str:
+    """Return a text of random words."""
     return " ".join(rng.choice(WORDS) for _ in range(length))

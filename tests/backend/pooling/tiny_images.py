@@ -39,9 +39,9 @@ def picture(seed: int, size: tuple[int, int] = (60, 44)) -> Image.Image:
 
 def png(image: Image.Image) -> bytes:
     """Return an image as a PNG file."""
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue()
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def save_vision_language(name: str, folder: Path) -> Path:
@@ -64,15 +64,18 @@ def save_page_model(name: str, vision_language: Path, folder: Path):
         vision_language: an empty folder for the vision-language model from which it is built.
         folder: an empty folder for the checkpoint.
 
-    Returns: the model and the processor of transformers.
+    Returns:
+        The model and the processor of transformers.
     """
     image_types.save(PAGE_MODELS[name], vision_language, "small")
     config = AutoConfig.from_pretrained(vision_language)
-    whole = getattr(transformers, f"{name}Config")(vlm_config=config, embedding_dim=16)
+    retrieval_config = getattr(transformers, f"{name}Config")(vlm_config=config, embedding_dim=16)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForRetrieval")(whole).eval()
-    parts = load_processor(vision_language, config)
-    processor = getattr(transformers, f"{name}Processor")(parts.image_processor, parts.tokenizer)
+    model = getattr(transformers, f"{name}ForRetrieval")(retrieval_config).eval()
+    base_processor = load_processor(vision_language, config)
+    processor = getattr(transformers, f"{name}Processor")(
+        base_processor.image_processor, base_processor.tokenizer
+    )
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return model, processor
@@ -81,18 +84,22 @@ def save_page_model(name: str, vision_language: Path, folder: Path):
 def save_towers(folder: Path) -> Path:
     """Write a CLIP checkpoint, which has a text tower and an image tower."""
     torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    size["num_attention_heads"] = 4
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = CLIPConfig(
         text_config={
-            **size,
+            **sizes,
             "vocab_size": len(VOCABULARY),
             "max_position_embeddings": 77,
             "eos_token_id": 2,
             "bos_token_id": 0,
             "pad_token_id": 1,
         },
-        vision_config={**size, "image_size": 32, "patch_size": 8},
+        vision_config={**sizes, "image_size": 32, "patch_size": 8},
         projection_dim=24,
     )
     model = CLIPModel(config)

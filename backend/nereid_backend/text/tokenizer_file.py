@@ -5,6 +5,7 @@ Some tokenizer classes of transformers, such as GPT2Tokenizer, read only the voc
 merges from tokenizer.json, and have a normalizer and a pre-tokenizer of their own. Example:
 tokenizer.json of SmolLM2 divides a number into digits before the text is divided into words.
 GPT2Tokenizer ignores this rule, so the model would receive other tokens than in its training.
+LlamaTokenizer adds no space after a special token, but the tokenizer.json of Llama 2 adds one.
 """
 
 import json
@@ -23,8 +24,8 @@ _IGNORED = ("trim_offsets", "add_prefix_space")
 def ignores_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> bool:
     """Return whether a tokenizer has other rules than the tokenizer.json in `folder`.
 
-    The result is False if neither the tokenizer nor the file is byte-level, because
-    tokenizer_config.json changes the rules of other tokenizers, such as those of SentencePiece.
+    If tokenizer_config.json sets add_prefix_space, the result is False for a tokenizer with spaces
+    as "▁", such as that of Llama 2, because its class creates the rules for this setting.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
@@ -46,7 +47,8 @@ def ignores_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -
     # The library adds the values that the file omits.
     both = _rules(Tokenizer.from_str(json.dumps(expected))), _rules(loaded)
     is_byte_level = any('"ByteLevel"' in json.dumps(rules["pre_tokenizer"]) for rules in both)
-    return is_byte_level and both[0] != both[1]
+    has_setting = tokenizer.init_kwargs.get("add_prefix_space") is not None
+    return (is_byte_level or not has_setting) and both[0] != both[1]
 
 
 def _rules(tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401 - a `tokenizers.Tokenizer`

@@ -6,7 +6,7 @@ Some classes of transformers replace the normalizer and the pre-tokenizer of the
 import json
 
 import pytest
-from backend.text.tokenizers_zoo import TEXT, byte_fallback, byte_level
+from backend.text.tokenizers_zoo import SPECIAL, TEXT, byte_fallback, byte_level
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from transformers import TokenizersBackend
@@ -22,7 +22,9 @@ def digits_first() -> Tokenizer:
         ]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        special_tokens=[SPECIAL], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([*TEXT, "a   1\n   2"], trainer)
     return tokenizer
 
@@ -42,13 +44,14 @@ def save(tokenizer, folder, class_name, model_type, **settings):
         # transformers creates a Qwen2Tokenizer for all checkpoints with this model_type.
         (digits_first, "PreTrainedTokenizerFast", "qwen2"),
         (byte_fallback, "LlamaTokenizerFast", "qwen2"),
+        (byte_fallback, "LlamaTokenizer", "llama"),
     ],
 )
 def test_the_rules_of_tokenizer_json_are_used(create, class_name, model_type, tmp_path):
     expected = create()
     save(expected, tmp_path, class_name, model_type)
     tokenizer = load_tokenizer(str(tmp_path))
-    for text in ("a   1\n   2 dogs", " the quick"):
+    for text in ("a   1\n   2 dogs", " the quick", f"{SPECIAL}the"):
         found = tokenizer.encode(text, add_special_tokens=False)
         assert found == expected.encode(text, add_special_tokens=False).ids
 
@@ -58,3 +61,9 @@ def test_a_class_with_the_rules_of_tokenizer_json_is_used(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     assert type(tokenizer) is not TokenizersBackend
     assert tokenizer.encode("the quick") == tokenizer.encode(" the quick")
+
+
+def test_a_class_creates_the_rules_for_add_prefix_space(tmp_path):
+    save(byte_fallback(), tmp_path, "LlamaTokenizer", "llama", add_prefix_space=False)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.tokenize("the quick")[0] == "th"  # "▁the" with a space

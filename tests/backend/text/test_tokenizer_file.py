@@ -8,7 +8,7 @@ import json
 import pytest
 from backend.text.tokenizers_zoo import SPECIAL, TEXT, byte_fallback, byte_level
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
-from tokenizers import Tokenizer, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, pre_tokenizers, trainers
 from transformers import TokenizersBackend
 
 
@@ -67,3 +67,18 @@ def test_a_class_creates_the_rules_for_add_prefix_space(tmp_path):
     save(byte_fallback(), tmp_path, "LlamaTokenizer", "llama", add_prefix_space=False)
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.tokenize("the quick")[0] == "th"  # "▁the" with a space
+
+
+def test_words_have_the_pattern_of_tekken_json_with_checkpoints_of_mistral(tmp_path):
+    content = json.loads(byte_level().to_str())
+    # transformers changes only tokenizers with at least as many tokens as those of Mistral.
+    content["model"]["vocab"] |= {f"<unused{number}>": number for number in range(400, 100_400)}
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    words = pre_tokenizers.Split(Regex(r"\p{L}+|[^\p{L}]+"), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    save(tokenizer, tmp_path, "LlamaTokenizerFast", "mistral")
+    (tmp_path / "tekken.json").write_text("{}")
+    backend = load_tokenizer(str(tmp_path)).backend_tokenizer
+    # By the pattern of tekken.json, a word has no capital letter after a small letter.
+    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("aBc")] == ["a", "Bc"]

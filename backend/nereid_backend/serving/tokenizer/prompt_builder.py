@@ -92,13 +92,16 @@ def _missing_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of a tokenizer that its files do not contain.
 
     Some checkpoints of Mistral have only tekken.json, the vocabulary. The library mistral_common,
-    which defines this format, adds a BOS token to each text.
+    which defines this format, adds a BOS token to each text. In other checkpoints, tokenizer.json
+    divides texts into words by another pattern than tekken.json, which transformers can correct.
     """
+    if not (folder / "tekken.json").is_file():
+        return {}
     other_files = ("tokenizer.json", "tokenizer_config.json")
     has_only_vocabulary = not any((folder / name).is_file() for name in other_files)
-    if has_only_vocabulary and (folder / "tekken.json").is_file():
+    if has_only_vocabulary:
         return {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    return {}
+    return {"fix_mistral_regex": True}
 
 
 def _import_tokenizer_class() -> Any:  # noqa: ANN401 - transformers' class has no types

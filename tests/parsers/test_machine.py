@@ -878,3 +878,19 @@ def test_the_last_value_may_lack_the_separator_that_ends_the_other_values(value,
     message = parsed(fmt, text, size, tools=TOOLS)
     assert calls(message) == [("f", {"a": value, "b": 2}), ("f", {"a": "y", "b": 3})]
     assert message.content == " Hi"
+
+
+@pytest.mark.parametrize("value", ["null", " null", "null\n", "\u2028null"])
+@pytest.mark.parametrize("schema", [{"type": ["string", "null"]}, {}])
+def test_white_space_around_null_does_not_make_it_a_string(schema, value):
+    text = f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>"
+    for size in (1, 3, 1000):
+        message = parsed(get_format("qwen3_coder"), text, size, tools=[tool("f", a=schema)])
+        assert calls(message) == [("f", {"a": None})]
+
+
+def test_a_name_ends_at_a_bracket_that_is_not_ascii():
+    fmt = fmt_of(Call(TaggedArguments("«{key}»", "«/{key}»"), "<call>", "{name}", "</call>"))
+    for size in (1, 100):
+        message = parsed(fmt, "<call>f«a»x«/a»</call>", size)
+        assert calls(message) == [("f", {"a": "x"})]

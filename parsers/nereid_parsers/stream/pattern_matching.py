@@ -56,7 +56,7 @@ _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 # space in `<a> b` is matched.
 _TAG_BOUNDARY = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
-_NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
+_NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;◁▷«»《》【】〔〕〖〗｟｠⟦⟧⟨⟩⟪⟫"""
 # The field `{rest}` matches the rest of a line, which may be empty. All other fields match at least
 # one character.
 _REST_FIELD = "rest"

@@ -354,6 +354,20 @@ def test_markers_are_reasoning_if_the_template_removes_the_text_between_them():
     assert analyze_template(without_removal).format.layout.reasoning is None
 
 
+def test_a_marker_in_the_prompt_opens_reasoning_if_the_template_removes_the_text_after_it():
+    text = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+        "{{ m.content.split('</ponder>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|><ponder>\n{% endif %}"
+    )
+    fmt = analyze_template(text).format
+    for prompt in ("Hi.<|end|><|assistant|><ponder>\n", None):
+        message = parse("Hm.\n</ponder>\n\nHello.<|end|>", format=fmt, prompt=prompt)
+        assert (message.reasoning, message.content) == ("Hm.", "Hello.")
+    without_removal = text.replace("[-1]", " | join('</ponder>')")
+    assert analyze_template(without_removal).format.layout.reasoning is None
+
+
 def test_unquoted_keys_after_white_space_are_inferred():
     text = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"

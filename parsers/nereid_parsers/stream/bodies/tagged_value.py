@@ -14,8 +14,8 @@ from nereid_parsers.stream.values.json_text import escape_surrogates, to_json
 from nereid_parsers.stream.values.nested_values import nested_tags_to_json
 
 # JSON values, and the words True, False, None, NaN and Infinity, start with one of these
-# characters. A text with any other first character can only be a string.
-_FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
+# characters. A text with any other first character, except white space, can only be a string.
+_FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI')
 _STRING_ONLY = frozenset({"string"})
 _STRING_OR_NULL = frozenset({"string", "null"})
 _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
@@ -131,12 +131,18 @@ class TaggedValue:
             return not self._may_become_null()
         allows_string = self.types is None or "string" in self.types
         first_char = self.pieces[0][0]  # It would be slow to join the pieces for each new piece.
-        return allows_string and first_char not in _FIRST_CHARS_OF_JSON
+        may_be_json = first_char in _FIRST_CHARS_OF_JSON or first_char.isspace()
+        return allows_string and not may_be_json
 
     def _may_become_null(self) -> bool:
-        """Return whether the stored text is `null` or `None`, or a prefix of one of these words."""
-        text = self.text
-        return any(word.startswith(text) for word in _NULL_WORDS)
+        """Return whether the stored text is `null` or `None`, or a prefix of one of these words.
+
+        White space around the word is ignored, as in `to_json`.
+        """
+        if self.pieces[-1].isspace():  # It would be slow to join the pieces for each space.
+            return True
+        text = self.text.lstrip()
+        return any(word.startswith(text) or word == text.rstrip() for word in _NULL_WORDS)
 
 
 def _count_last_backslashes(text: str, start: int, end: int) -> int:

@@ -304,7 +304,8 @@ def find_markers_of_removed_text(turn: ModelTurn) -> ReasoningMarkup | None:
 
     Templates remove only reasoning from the content. Example: if the content
     `<|channel>REASONING<channel|>CONTENT` is rendered as `CONTENT`, and the source contains both
-    markers as string constants, `<|channel>` and `<channel|>` enclose reasoning.
+    markers as string constants, `<|channel>` and `<channel|>` enclose reasoning. The end of a
+    prompt may contain the opening marker instead.
 
     Mutates: `turn.prober`, which records the finding R4 for the report.
 
@@ -312,7 +313,9 @@ def find_markers_of_removed_text(turn: ModelTurn) -> ReasoningMarkup | None:
         The markers, or None if the template removes no text between two markers.
     """
     literals = dict.fromkeys(literal.strip() for literal in turn.prober.template.literals)
-    for opening in literals:
+    # A prompt may contain the opening marker, as in `<|assistant|><ponder>`.
+    openings_in_prompts = [first_marker(prompt.after_header) for prompt in turn.prompts]
+    for opening in dict.fromkeys([*openings_in_prompts, *literals]):
         for closing in closing_spellings(opening):
             if closing in literals and _is_text_removed(turn, opening, closing):
                 turn.prober.record_source_finding(

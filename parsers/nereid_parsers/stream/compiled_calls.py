@@ -90,18 +90,17 @@ def _kinds_of_call_markers(tools: ToolSection, calls: CompiledCalls) -> dict[str
     """
     # A tool call without a marker starts with one of these texts, for example `{`.
     unmarked_openings = [text for variant in calls.unmarked for text in variant.body_openings()]
-    # The priority increases from group to group: if several groups contain the same text, the last
-    # of these groups determines its meaning. The declared opening markers have the highest
-    # priority, because in content, no tool call is open that could be closed.
-    markers_in_order: list[tuple[MarkerKind, Iterable[str]]] = [
-        (MarkerKind.CALL_HEAD, calls.by_header),
-        (MarkerKind.CLOSE_CALLS, _long_closing_markers(calls.all)),
-        (MarkerKind.UNMARKED_CALL, unmarked_openings),
-        (MarkerKind.CLOSE_CALLS, tools.closes),
-        (MarkerKind.OPEN_CALL, calls.by_marker),
-    ]
-    kinds = {marker: kind for kind, markers in markers_in_order for marker in markers}
-    return kinds | marker_kinds(tools.opens, MarkerKind.OPEN_SECTION)
+    # If several of these dicts contain the same text, the last of them determines its meaning. The
+    # declared opening markers are last, because in content, no tool call is open that could be
+    # closed.
+    return (
+        dict.fromkeys(calls.by_header, MarkerKind.CALL_HEAD)
+        | dict.fromkeys(_long_closing_markers(calls.all), MarkerKind.CLOSE_CALLS)
+        | dict.fromkeys(unmarked_openings, MarkerKind.UNMARKED_CALL)
+        | dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
+        | dict.fromkeys(calls.by_marker, MarkerKind.OPEN_CALL)
+        | marker_kinds(tools.opens, MarkerKind.OPEN_SECTION)
+    )
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:

@@ -124,9 +124,12 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
-    A message has up to three parts: the reasoning, the content, and content after which no tool
-    call may follow ("content only"). For each part, a lexer finds the markers. Example: `</think>`
-    is a marker inside the reasoning.
+    The result contains four lexers, which find markers in different parts of a message:
+
+        reasoning_markers      in the reasoning, for example `</think>` and `<call>`
+        reasoning_bounds       after a `<call>` in the reasoning: only `<think>` and `</think>`
+        content_markers        outside the reasoning, for example `<call>`
+        content_only_markers   in content after which no tool call may follow
     """
     end_kinds = marker_kinds(fmt.ends, MarkerKind.END)  # Such as `<|end|>`.
     calls = compile_calls(layout.tools, end_kinds, allows_unmarked=True)
@@ -134,14 +137,17 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     return CompiledFormat(
         layout=layout,
         reasoning_markers=MarkerLexer(_kinds_in_reasoning(layout, calls, end_kinds)),
-        # Inside the reasoning, a marker that both opens and closes reasoning closes it.
-        reasoning_bounds=MarkerLexer(
-            _opening_kinds(layout.reasoning) | _closing_kinds(layout.reasoning)
-        ),
+        reasoning_bounds=MarkerLexer(_kinds_of_bounds(layout.reasoning)),
         content_markers=MarkerLexer(_kinds_in_content(layout, calls, content_only_kinds)),
         content_only_markers=Lexer(content_only_kinds),
         calls=calls,
     )
+
+
+def _kinds_of_bounds(reasoning: Reasoning | None) -> _Kinds:
+    """Return the markers around the reasoning: `{"<think>": OPEN_REASONING, "</think>": ..}`."""
+    # If the same marker opens and closes the reasoning, it has the meaning CLOSE_REASONING.
+    return _opening_kinds(reasoning) | _closing_kinds(reasoning)
 
 
 def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, end_kinds: _Kinds) -> _Kinds:
@@ -156,9 +162,8 @@ def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, end_kinds: _Kind
         end_kinds,
         marker_kinds(_interrupting_markers(layout.reasoning, calls), MarkerKind.INTERRUPT),
         marker_kinds(content_opens, MarkerKind.WRAP_CONTENT),
-        _opening_kinds(layout.reasoning),
         # A marker that closes the reasoning and also ends the message only closes the reasoning.
-        _closing_kinds(layout.reasoning),
+        _kinds_of_bounds(layout.reasoning),
     )
 
 
@@ -175,10 +180,10 @@ def _kinds_in_content_only(wrapper: Wrapper | None, end_kinds: _Kinds) -> _Kinds
     """
     if wrapper is None:
         return end_kinds
-    if _content_words(wrapper):  # Words such as `Answer:` are a part of the content.
-        return end_kinds | marker_kinds((wrapper.close,), MarkerKind.WRAP_CONTENT)
+    opens_with_words = bool(_content_words(wrapper))  # Words are a part of the content.
+    markers = (wrapper.close,) if opens_with_words else (wrapper.open, wrapper.close)
     # `marker_kinds` omits a marker that is empty.
-    return end_kinds | marker_kinds((wrapper.open, wrapper.close), MarkerKind.WRAP_CONTENT)
+    return end_kinds | marker_kinds(markers, MarkerKind.WRAP_CONTENT)
 
 
 def _kinds_in_content(layout: Sections, calls: CompiledCalls, content_only_kinds: _Kinds) -> _Kinds:
@@ -230,14 +235,14 @@ def _closing_kinds(reasoning: Reasoning | None) -> _Kinds:
 def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> list[str]:
     """Return the markers that start a tool call inside the reasoning.
 
-    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`. If one
-    marker, such as `<|end|>`, closes both reasoning and tool calls, only the markers that the
-    format declares as interrupting are returned. Otherwise the reasoning `use <call> here<|end|>`,
-    which only mentions `<call>`, would look like a complete tool call.
+    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`.
     """
     if reasoning is None:
         return []
     declared_markers = list(reasoning.interrupted_by)
+    # If `<|end|>` closes both reasoning and tool calls, the reasoning `use <call> here<|end|>`,
+    # which only mentions `<call>`, looks like a complete tool call. In such a format, only the
+    # declared markers start a tool call.
     if _have_common_close(reasoning, calls):
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)

@@ -103,19 +103,19 @@ class CompiledHeader:
         example `\n` in `>>>all\nHi`. If the header belongs to a tool call, arguments must follow.
         """
         pattern, whitespace = self._header
-        # White space before the header is skipped, unless white space ends the header. Example: in
+        # White space at `pos` is skipped, unless white space ends the header. Example: in
         # `>>>\nHello`, the line break ends an empty header.
-        if not whitespace:
-            pos = skip_whitespace(text, pos)
-        match = pattern.match(text, pos, is_final)
+        start = pos if whitespace else skip_whitespace(text, pos)
+        match = pattern.match(text, start, is_final)
         if not isinstance(match, PatternMatch):
             return match
         head_end = match.end + len(whitespace)
-        mismatch = self._whitespace_mismatch(text, match.end, is_final) or self._body_mismatch(
-            text, head_end, is_final
-        )
-        if mismatch is not None:
-            return mismatch
+        whitespace_mismatch = self._whitespace_mismatch(text, match.end, is_final)
+        if whitespace_mismatch is not None:
+            return whitespace_mismatch
+        body_mismatch = self._body_mismatch(text, head_end, is_final)
+        if body_mismatch is not None:
+            return body_mismatch
         fields = match.fields
         return Head(head_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 

@@ -27,8 +27,7 @@ class LastLine:
         """Add the next piece of the content."""
         *finished_lines, last_line = (self._text + text).split("\n")
         for line in finished_lines:
-            if _is_code_fence(line):
-                self._is_in_code_block = not self._is_in_code_block
+            self._is_in_code_block = self._is_in_code_block_after(line)
         if len(last_line) > _MAX_STORED_CHARS:
             last_line = last_line[:_NUM_FIRST_CHARS] + last_line[-1]
         self._text = last_line
@@ -46,12 +45,21 @@ class LastLine:
             `(<think>`                    True
         """
         starts_line = "\n" in whitespace
-        follows_fence = starts_line and _is_code_fence(self._text)
-        if self._is_in_code_block != follows_fence:
+        is_in_code_block = self._is_in_code_block
+        if starts_line:  # This line, which ends before the tag, may open or close a code block.
+            is_in_code_block = self._is_in_code_block_after(self._text)
+        if is_in_code_block:
             return True
+        if starts_line:
+            return False
         if whitespace:
-            return not starts_line
-        return _find_end_of_words(self._text) is None
+            return True
+        follows_word_or_sentence = _find_end_of_words(self._text) is not None
+        return not follows_word_or_sentence
+
+    def _is_in_code_block_after(self, line: str) -> bool:
+        """Return whether the text after the next whole line, `line`, is in a code block."""
+        return self._is_in_code_block != _is_code_fence(line)
 
 
 def _is_code_fence(line: str) -> bool:

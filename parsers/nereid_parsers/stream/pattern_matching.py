@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Final, Literal, NamedTuple
 
 from nereid_parsers.pattern_syntax import split_pattern
@@ -105,7 +105,8 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        return end if self._accepts(text[pos:end], is_at_text_end) else NO_MATCH
+        is_accepted = self._accepts(text[pos:end], is_at_message_end=is_at_text_end)
+        return end if is_accepted else NO_MATCH
 
     def _accepts(self, value: str, is_at_message_end: bool) -> bool:
         """Return whether `value`, which consists of allowed characters, is a text of this field.
@@ -289,7 +290,8 @@ def compile_pattern(source: str) -> Pattern:
     `<call> <f= sum >`.
     """
     steps: list[Step] = []
-    for part, next_part in pairwise((*split_pattern(source), "")):
+    parts = split_pattern(source)
+    for part, next_part in zip_longest(parts, parts[1:], fillvalue=""):
         if steps:
             steps.append(WhitespaceStep())
         if isinstance(part, str):
@@ -345,12 +347,12 @@ def _regex_before_whitespace(excluded_chars: str, next_literal: str) -> re.Patte
     `excluded_chars` are the characters that the field cannot contain, in the syntax of a regex
     character class, for example `<>`.
     """
-    first_word = next(filter(None, _WHITESPACE_OR_GAP.split(next_literal)), "")
+    first_word, *_ = _WHITESPACE_OR_GAP.split(next_literal.lstrip())
     allowed_char = f"[^{excluded_chars}]"
     if not first_word:
         return re.compile(f"{allowed_char}+")
-    # A model may write one superfluous white-space character. Without a limit, the search in a long
-    # run of white space would take quadratic time.
+    # The second white-space character is superfluous, but some models write it. Without a limit,
+    # the search in a long run of white space would take quadratic time.
     end = rf"\s{{1,2}}{re.escape(first_word)}"
     return re.compile(f"(?:(?!{end}){allowed_char})+")  # `(?!..)`: the text ends before `end`.
 

@@ -242,17 +242,22 @@ class ReasoningReader:
                                            CONTENT: the tool call ends the reasoning
             `<think><call>{"name": ..`     CONTENT: the tool call ends the empty reasoning
 
-        If the policy requires that tool calls come first, the marker is always reasoning. If the
-        client receives reasoning as content, INLINE_REASONING replaces REASONING.
+        If the client receives reasoning as content, INLINE_REASONING replaces REASONING.
 
         Return the next state, or None if more text is required.
         """
-        match = NO_MATCH if self._calls_must_come_first else self._match_call_at(marker)
+        match = self._match_call_at(marker)
         if match is NO_MATCH:
             self._keep_marker(marker)
             return self._reasoning_state
-        if match is NEED_MORE:
-            return None
+        return None if match is NEED_MORE else self._start_possible_call()
+
+    def _start_possible_call(self) -> State:
+        """Return the state in which the matched tool call inside the reasoning is read.
+
+        The state is INTERRUPTED_REASONING if `</think>` may follow, because the tool call is then
+        a part of the reasoning. Otherwise the tool call ends the reasoning.
+        """
         # Inline reasoning is never empty, because it contains the opening marker.
         has_reasoning = self._text_writer.has_text_since_marker or self._is_inline
         # After the end of the message, no `</think>` can follow, so no tool call is stored.
@@ -267,8 +272,11 @@ class ReasoningReader:
         tool call. The marker `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool
         call must start after this marker.
 
-        Return the header of the tool call, NEED_MORE or NO_MATCH.
+        Return the header of the tool call, NEED_MORE or NO_MATCH. If the policy requires that tool
+        calls come first, the reasoning contains no tool call, so the result is NO_MATCH.
         """
+        if self._calls_must_come_first:
+            return NO_MATCH
         buffer = self._buffer
         calls = self._format.calls
         if marker in calls.by_marker:
@@ -318,13 +326,11 @@ class ReasoningReader:
         Examples: `<think>` after `<call>f()</call>`, because it directly follows the tool call, and
         any special token, such as `<|think|>`, because ordinary text contains no special token.
         """
-        last_text = self._last_stored_text.rstrip()
-        closing_markers = (
-            text
-            for text, kind in self._format.calls.kinds.items()
-            if kind is MarkerKind.CLOSE_CALLS
-        )
-        return is_special_token(marker) or any(map(last_text.endswith, closing_markers))
+        if is_special_token(marker):
+            return True
+        kinds = self._format.calls.kinds
+        closing_markers = tuple(m for m, kind in kinds.items() if kind is MarkerKind.CLOSE_CALLS)
+        return self._last_stored_text.rstrip().endswith(closing_markers)
 
     def _store_text(self, text: str) -> None:
         """Store a piece of text that is a tool call or reasoning."""

@@ -290,24 +290,34 @@ class CompiledTags:
         with `<parameter={key}>`:
 
             text at `pos`        result
-            `<parameter=city>`   None
-            `</function>`        None: this stop marker is a body without arguments.
             no text              None: the message has ended before the arguments.
+            `</function>`        None: this stop marker is a body without arguments.
+            `<parameter=city>`   None
             `<param`, `</func`   NEED_MORE
             `Paris`              NO_MATCH
 
         If the message has not ended, the caller waits until there is text at `pos`.
         """
         has_message_ended = is_final and pos == len(text)
-        if has_message_ended or self.is_at_stop_marker(text, pos):
+        if has_message_ended:
             return None
+        end = self.match_end(text, pos, is_final)
+        start = self.match(text, pos, is_final) if end is NO_MATCH else end
+        return start if isinstance(start, Mismatch) else None
+
+    def match_end(
+        self, text: str, pos: int, is_final: bool, tools: Tools = _NO_TOOLS
+    ) -> int | Mismatch:
+        """Match the text that ends the arguments: a stop marker, or the header of the next call.
+
+        Return a position if the arguments end at `pos`, as in `</function>`. Otherwise, return
+        NEED_MORE, as for `</func`, or NO_MATCH. `tools` are the offered tools, if they are known.
+        """
+        if self.is_at_stop_marker(text, pos):
+            return pos
         if not is_final and self.may_become_stop_marker(text, pos):
-            return NEED_MORE
-        next_call = self.match_next_call(text, pos, is_final)
-        if next_call is not NO_MATCH:
-            return None if isinstance(next_call, int) else NEED_MORE
-        opening = self.match(text, pos, is_final)
-        return None if isinstance(opening, TagOpening) else opening
+            return NEED_MORE  # An opening tag `[{key}]` matches the start of the marker `[[end]]`.
+        return self.match_next_call(text, pos, is_final, tools)
 
     def match_next_call(
         self, text: str, pos: int, is_final: bool, tools: Tools = _NO_TOOLS

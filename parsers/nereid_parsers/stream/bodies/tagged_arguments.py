@@ -14,7 +14,7 @@ from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTags, MarkerRole, TagOpening
 from nereid_parsers.stream.bodies.tagged_value import TaggedValue, types_of_value
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import NEED_MORE, NeedMore, skip_whitespace
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, NeedMore, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.python_strings import escape_json
 
@@ -93,17 +93,12 @@ class TaggedReader(StepReader):
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
-        if self._tags.is_at_stop_marker(text, pos):
-            self._end_call()
-            return pos
-        if not self.is_final and self._tags.may_become_stop_marker(text, pos):
-            return NEED_MORE  # An opening tag `[{key}]` matches the start of the marker `[[end]]`.
-        next_call = self._tags.match_next_call(text, pos, self.is_final, self.writer.tools)
-        if isinstance(next_call, int):  # The tool call has no closing marker.
-            self._end_call()
-            return pos
-        if next_call is NEED_MORE:
+        end = self._tags.match_end(text, pos, self.is_final, self.writer.tools)
+        if end is NEED_MORE:
             return NEED_MORE
+        if end is not NO_MATCH:
+            self._end_call()
+            return pos
         opening = self._tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
             self._start_value(opening)

@@ -124,13 +124,13 @@ class BetweenCallsReader:
         if expected is None:
             return State.CONTENT
         # A marker that ends the message, such as `[/assistant]`, may start like a tool call.
-        text_end, marker = self._content_markers.find(self._buffer)
-        is_next = text_end == self._buffer.pos
-        if is_next and not marker:  # The marker is incomplete.
+        marker_start, marker = self._content_markers.find(self._buffer)
+        if marker_start > self._buffer.pos:  # The unread text does not start with a marker.
+            return self._call_reader.expect(expected)
+        if not marker:  # Only a part of the marker has arrived.
             return None
-        if is_next and self._content_markers.kinds[marker] is MarkerKind.END:
-            return State.CONTENT
-        return self._call_reader.expect(expected)
+        ends_message = self._content_markers.kinds[marker] is MarkerKind.END
+        return State.CONTENT if ends_message else self._call_reader.expect(expected)
 
     def _end_section(self, close: str) -> State:
         """Read `close`, the marker after all tool calls, such as `</calls>`. Return the next state.

@@ -245,11 +245,15 @@ class CallReader:
         match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
-        next_opening = self._find_next_opening() if match is NO_MATCH else NEED_MORE
-        if next_opening is NEED_MORE:  # Never at the end of the message.
+        if match is NEED_MORE:  # Never at the end of the message.
             return None
+        next_opening = self._find_next_opening()
         if isinstance(next_opening, str):
             return self._read_repeated_opening(next_opening)
+        return None if next_opening is NEED_MORE else self._leave_start()
+
+    def _leave_start(self) -> State:
+        """Remove text that starts no tool call, or write it as content. Return the next state."""
         # No client can use `<tool_call>{` at the end of the message. But `{` alone may be content.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
@@ -273,16 +277,13 @@ class CallReader:
         if first_marker and kinds.get(first_marker) is not MarkerKind.OPEN_CALL:
             return NO_MATCH
         start = skip_whitespace(buffer.text, buffer.pos + len(first_marker))
+        num_chars_before = len(self._text_writer.pending_text) + start - buffer.pos
         # Without this limit, the search and the stored text would grow with each repeated marker.
-        if start - buffer.pos + len(self._text_writer.pending_text) > MAX_HEAD_CHARS:
+        if num_chars_before > MAX_HEAD_CHARS:
             return NO_MATCH
         rest = buffer.text[start : start + MAX_HEAD_CHARS]
         openings = [marker for marker, kind in kinds.items() if kind in _OPENING_KINDS]
-        may_be_incomplete = any(text != rest and text.startswith(rest) for text in openings)
-        if may_be_incomplete and not buffer.is_final:
-            return NEED_MORE
-        found = [text for text in openings if rest.startswith(text)]
-        return max(found, key=len) if found else NO_MATCH
+        return _longest_marker_at_start(rest, openings, is_final=buffer.is_final)
 
     def _read_repeated_opening(self, next_opening: str) -> State:
         """Store an opening marker that the model has repeated, and expect the next tool call.
@@ -291,6 +292,7 @@ class CallReader:
         unread marker after it. Otherwise, both markers are content.
         """
         buffer = self._buffer
+        # `content_if_no_call` is the unread marker, or "" if the marker has been read.
         marker_end = buffer.pos + len(self._expected.content_if_no_call)
         next_start = skip_whitespace(buffer.text, marker_end)
         if next_start > buffer.pos:
@@ -324,7 +326,9 @@ class CallReader:
             self._call_writer.add_deviation(_MISSING_MARKER)
         self._text_writer.store_pending(self._buffer.take_until(match.head.end))
         self._begin_body(match)
-        return State.CALL_BODY if self._buffer.has_unread() else self._read_empty_body()
+        if not self._buffer.has_unread():
+            return self._read_empty_body()
+        return State.CALL_BODY
 
     def _read_empty_body(self) -> State:
         """Let the body reader decide about a header that no text follows yet, such as `<call>f`.
@@ -376,7 +380,8 @@ class CallReader:
         The rest of the arguments is written unchanged. Example: in `{"a": x}</call>`, `x` is not
         valid, and `x}` is the rest. Return the next state, or None if the marker has not arrived.
         """
-        return None if self._call.read_invalid_rest() is None else self._end_call()
+        has_ended = self._call.read_invalid_rest()
+        return self._end_call() if has_ended else None
 
     def _end_call(self) -> State:
         """Record that the arguments of a tool call have ended. Return the next state.
@@ -466,9 +471,11 @@ class CallReader:
                                        contains a tag, and no client can use it.
             `{"na`                     The text is written as content.
         """
-        if self._call.end_at_marker_in_arguments() is Outcome.ENDED:
+        has_ended_at_marker = self._call.end_at_marker_in_arguments()
+        if has_ended_at_marker:
             return self._end_call()
-        if self._call.finish() is Outcome.ENDED:
+        has_ended = self._call.finish()
+        if has_ended:
             return State.CONTENT
         is_start_cut_off = self._call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():
@@ -478,3 +485,16 @@ class CallReader:
     def finish_broken(self) -> None:
         """At the end of the message, end an open tool call whose arguments are not valid JSON."""
         self._call.finish_broken()
+
+
+def _longest_marker_at_start(text: str, markers: list[str], *, is_final: bool) -> str | Mismatch:
+    """Return the longest of `markers` with which `text` starts, or NO_MATCH.
+
+    If `text` may become a longer marker, because more text may follow (`is_final` is false), return
+    NEED_MORE. Example: for the markers `<a>` and `<a><b>`, the text `<a><` gives NEED_MORE.
+    """
+    may_become_longer = any(len(text) < len(each) and each.startswith(text) for each in markers)
+    if may_become_longer and not is_final:
+        return NEED_MORE
+    found = [marker for marker in markers if text.startswith(marker)]
+    return max(found, key=len) if found else NO_MATCH

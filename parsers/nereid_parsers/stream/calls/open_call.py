@@ -77,18 +77,18 @@ class OpenCall:
         """Read the next part of the body. Return the outcome, or None if the body has not ended.
 
         The body reader parses the part, and passes the arguments to the CallWriter, which appends
-        events. The TextWriter then receives the text of the part, for the trace.
+        events. The TextWriter then receives the text of the part.
         """
         buffer = self._buffer
         self._body_reader.is_final = buffer.is_final
         was_call_open = self._call_writer.is_open
         part_start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, part_start)
-        self._classify_part(part_start, was_call_open)
+        self._pass_to_text_writer(part_start, was_call_open)
         return None if self._body_reader.status is MORE else self._leave_body()
 
-    def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Pass the part of the body that was just read to the TextWriter.
+    def _pass_to_text_writer(self, part_start: int, was_call_open: bool) -> None:
+        """Pass the part of the body that was just read to the TextWriter, for the trace.
 
         The part starts at `part_start`, and ends at the position of the buffer. `was_call_open` is
         true if a tool call was open before the part. Examples of three parts of one body:
@@ -123,8 +123,10 @@ class OpenCall:
         end_of_list_member = self._body_reader.last_call_end
         if end_of_list_member is not None:
             return end_of_list_member
+        # A call that started and ended inside the part was not open before the part.
         contains_whole_call = self._body_reader.status is DONE
-        return self._buffer.pos if was_call_open or contains_whole_call else None
+        has_call_ended = was_call_open or contains_whole_call
+        return self._buffer.pos if has_call_ended else None
 
     def _split_part_at(self, call_end: int, part_start: int) -> None:
         """Pass the text before `call_end` as text of a tool call, and the text after it as pending.
@@ -167,35 +169,35 @@ class OpenCall:
         """
         if not self._call_writer.is_open:
             return Outcome.NO_CALL
-        converts_arguments = not self._body_reader.writes_model_text
-        if converts_arguments:
+        if not self._body_reader.writes_model_text:  # The reader converts the arguments.
             self._body_reader.end_invalid_call()
             return Outcome.ENDED
         if self._body_reader.has_all_arguments and not self.variant.closing_markers:
             self._call_writer.end(BROKEN_AFTER_ARGUMENTS)
             return Outcome.ENDED
-        return self.end_at_marker_in_arguments() or Outcome.BROKEN
+        has_ended_at_marker = self.end_at_marker_in_arguments()
+        return Outcome.ENDED if has_ended_at_marker else Outcome.BROKEN
 
-    def end_at_marker_in_arguments(self) -> Outcome | None:
+    def end_at_marker_in_arguments(self) -> bool:
         """If the tool call's incomplete arguments contain a closing marker, end the call there.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
         `</call> Hi` is put back into the buffer, so that the parser reads it again.
 
-        Return ENDED. Return None if no stored arguments contain a marker, so that the tool call
-        stays open.
+        Return whether the tool call has ended. It stays open if no stored arguments contain a
+        marker.
         """
         if not self._may_cut_arguments():
-            return None
+            return False
         first_tag = self.variant.closing_markers[0]  # Such as `</f>` in `</f></call>`.
         text_to_reread = self._call_writer.cut_arguments_at(first_tag)
         if text_to_reread is None:
-            return None
+            return False
         self._text_writer.shorten_traced_call(len(text_to_reread))
         self._buffer.push_back(text_to_reread)
         self._call_writer.end(BROKEN_ARGUMENTS)
-        return Outcome.ENDED
+        return True
 
     def _may_cut_arguments(self) -> bool:
         """Return whether the arguments may be cut at a closing marker, such as `</call>`.
@@ -208,54 +210,51 @@ class OpenCall:
         is_incomplete = not self._body_reader.has_all_arguments
         return has_marker and is_incomplete and self._body_reader.writes_model_text
 
-    def read_invalid_rest(self) -> Outcome | None:
+    def read_invalid_rest(self) -> bool:
         """Read the rest of a tool call that is not valid, up to the next marker.
 
-        If the arguments are incomplete, the rest belongs to them, and is written unchanged.
-        Otherwise the rest is not written. The marker stays unread. Examples:
+        If the arguments are incomplete, the rest is written as a part of them. The marker stays
+        unread. Examples:
 
             text of the tool call                     rest    effect
             `{"a": [1}</call>`                        `}`     written, because `]` is missing
             `{"name": "f", "arguments": {}]</call>`   `]`     not written
 
-        Return ENDED if a marker was found, which ends the tool call. Otherwise return None, because
-        more text is required.
+        Return whether a marker was found, which ends the tool call.
         """
         rest_end, marker = self.variant.end_of_invalid_arguments.find(self._buffer)
         if rest_end > self._buffer.pos:
             rest = self._buffer.take_until(rest_end)
+            self._text_writer.drop_call_text(rest)  # The rest is never content.
             if not self._body_reader.has_all_arguments:
                 self._call_writer.write(rest)
-            self._text_writer.drop_call_text(rest)
-        if not marker:
-            return None
-        self._call_writer.end(self._description_of_fault())
-        return Outcome.ENDED
+        if marker:
+            self._call_writer.end(self._description_of_fault())
+        return bool(marker)
 
     def _description_of_fault(self) -> str:
         """Return the description of the fault in a tool call that is not valid JSON."""
         return BROKEN_AFTER_ARGUMENTS if self._body_reader.has_all_arguments else BROKEN_ARGUMENTS
 
-    def finish(self) -> Outcome:
-        """If the message ends inside a tool call, end this tool call.
+    def finish(self) -> bool:
+        """At the end of the message, end an open tool call. Return whether the body has tool calls.
 
         Examples of bodies at the end of the message:
 
-            `{"name": "f", "arguments": {"a"`     ENDED: the open tool call is ended.
-            `[{"name": "f", "arguments": {}},`    ENDED: the list contains a complete tool call.
-            `{"na`                                NO_CALL: no tool call has started. The caller
+            `{"name": "f", "arguments": {"a"`     True: the open tool call is ended.
+            `[{"name": "f", "arguments": {}},`    True: the list contains a complete tool call.
+            `{"na`                                False: no tool call has started. The caller
                                                   removes the text, or writes it as content.
         """
         # The body reader ends an open tool call, and sets `status` to DONE. The status is also DONE
         # if the body is a list of tool calls that lacks only its closing bracket.
         self._body_reader.finish()
-        has_calls = self._call_writer.num_started > 0
-        is_call = has_calls and self._body_reader.status is DONE
-        if not is_call:
-            return Outcome.NO_CALL
-        self._text_writer.end_traced_call()
-        self._text_writer.drop_pending()  # Such as `,` after the last tool call of a list.
-        return Outcome.ENDED
+        has_started_calls = self._call_writer.num_started > 0
+        has_ended = has_started_calls and self._body_reader.status is DONE
+        if has_ended:
+            self._text_writer.end_traced_call()
+            self._text_writer.drop_pending()  # Such as `,` after the last tool call of a list.
+        return has_ended
 
     def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
         """Return whether the message ends before the tool call has started, as in `<call>{"na`.
@@ -270,9 +269,10 @@ class OpenCall:
         `section_closes` are the markers that close the list of all tool calls, such as `</calls>`.
         """
         text = self._text_writer.pending_text
+        if not self._is_confirmed or not text:
+            return False
         closing_markers = (*self.variant.closing_markers, *section_closes)
-        is_closed = any(marker in text for marker in closing_markers)
-        return self._is_confirmed and bool(text) and not is_closed
+        return not any(marker in text for marker in closing_markers)
 
     def finish_broken(self) -> None:
         """At the end of the message, end an open tool call whose arguments are not valid JSON."""

@@ -117,8 +117,8 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         return False
     if "string" in types:
         return True
-    # The value has none of the allowed types. JSON text such as `[1]` was hardly meant as a string.
-    return not _is_hardly_string(json_type, types)
+    # The value has none of the allowed types.
+    return _may_be_ordinary_text(json_type, types)
 
 
 def _fits(json_type: str, types: frozenset[str]) -> bool:
@@ -126,20 +126,20 @@ def _fits(json_type: str, types: frozenset[str]) -> bool:
     return json_type in types or (json_type == "integer" and "number" in types)
 
 
-def _is_hardly_string(json_type: str, types: frozenset[str]) -> bool:
-    """Return whether a value that has none of the allowed `types` was hardly meant as a string.
+def _may_be_ordinary_text(json_type: str, types: frozenset[str]) -> bool:
+    """Return whether the model may have meant a value as text, although `types` allows no string.
 
-    No result can be valid, because `types` does not contain "string" either. Examples:
+    The value has none of the allowed `types`, so no result can be valid. Examples:
 
         value                  allowed types   result
-        `null`, `[1]`, `{}`    integer         True, because ordinary text rarely has this form
-        `12`, `true`           array           False, because ordinary text may be `12` or `true`
-        `1.5`                  integer         True, because the number is similar to an integer
-        `1.5`                  array           False
+        `null`, `[1]`, `{}`    integer         False, because ordinary text rarely has this form
+        `1.5`                  integer         False, because an integer was probably meant
+        `1.5`, `12`, `true`    array           True
     """
-    if json_type == "number":
-        return "integer" in types
-    return json_type in ("null", "array", "object")
+    if json_type in ("null", "array", "object"):
+        return False
+    is_meant_as_integer = json_type == "number" and "integer" in types
+    return not is_meant_as_integer
 
 
 def _parse_literal(text: str) -> _Literal | None:

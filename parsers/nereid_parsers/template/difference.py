@@ -54,6 +54,18 @@ _OPEN_CLOSE_WORDS = (
     ("prefix", "suffix"), ("open", "close"),
 )  # fmt: skip
 _CLOSE_OPEN_WORDS = tuple((close_word, open_word) for open_word, close_word in _OPEN_CLOSE_WORDS)
+# These rules are used after all others, because few templates add "end" to the name of a marker, as
+# in `<|think|>` and `<|think_end|>`, or `<think>` and `<end_of_think>`. Some markers contain the
+# character `▁` instead of `_`.
+_CLOSING_RULES_WITH_END = tuple(
+    (r"(<[|｜]?)(\w+)([|｜]?>)", replacement.replace("_", space))
+    for replacement in (r"\1end_\2\3", r"\1end_of_\2\3", r"\1\2_end\3")
+    for space in "_▁"
+)
+_OPENING_RULES_WITH_END = (
+    (r"(<[|｜]?)end[_▁](?:of[_▁])?(\w+)([|｜]?>)", r"\1\2\3"),
+    (r"(<[|｜]?)(\w+)[_▁]end([|｜]?>)", r"\1\2\3"),
+)
 
 
 Split = Callable[[str], list[str]]  # A function that splits a text into tokens.
@@ -273,15 +285,17 @@ def closing_spellings(marker: str) -> list[str]:
     """Return the closing markers that may belong to an opening marker: `</think>` for `<think>`.
 
     For some opening markers, templates spell the closing marker in several ways. The result then
-    contains all these spellings: first the spellings with other punctuation, such as a slash, and
-    then the spellings with another word. The result is [] if there is no such spelling.
+    contains all these spellings: first the spellings with other punctuation, such as a slash, then
+    the spellings with another word, and then the spellings with the additional word "end". The
+    result is [] if there is no such spelling.
 
-    >>> closing_spellings("<think>")
-    ['</think>']
-    >>> closing_spellings("<|START_THINKING|>")
+    >>> closing_spellings("<think>")[:3]
+    ['</think>', '<end_think>', '<end▁think>']
+    >>> closing_spellings("<|START_THINKING|>")[:3]
     ['<|/START_THINKING|>', '</|START_THINKING|>', '<|END_THINKING|>']
     """
-    return _markers_of_pair(marker, _CLOSING_RULES, _OPEN_CLOSE_WORDS)
+    spellings = _markers_of_pair(marker, _CLOSING_RULES, _OPEN_CLOSE_WORDS)
+    return spellings + _replace_by_rules(marker, _CLOSING_RULES_WITH_END)
 
 
 def opening_spellings(marker: str) -> list[str]:
@@ -294,7 +308,8 @@ def opening_spellings(marker: str) -> list[str]:
     >>> opening_spellings("<|END_THINKING|>")
     ['<|START_THINKING|>', '<|BEGIN_THINKING|>']
     """
-    return _markers_of_pair(marker, _OPENING_RULES, _CLOSE_OPEN_WORDS)
+    spellings = _markers_of_pair(marker, _OPENING_RULES, _CLOSE_OPEN_WORDS)
+    return spellings + _replace_by_rules(marker, _OPENING_RULES_WITH_END)
 
 
 def _markers_of_pair(
@@ -313,10 +328,18 @@ def _markers_of_pair(
     >>> _markers_of_pair("<|START|>", rules, [("START", "END"), ("open", "close")])
     ['</|START|>', '<|END|>']
     """
-    matches = [(re.fullmatch(regex, marker), replacement) for regex, replacement in rules]
-    by_rules = [match.expand(replacement) for match, replacement in matches if match is not None]
     by_words = [marker.replace(word, other) for word, other in word_pairs if word in marker]
-    return by_rules + by_words
+    return _replace_by_rules(marker, rules) + by_words
+
+
+def _replace_by_rules(marker: str, rules: Iterable[tuple[str, str]]) -> list[str]:
+    r"""Return the replacement of each rule whose regular expression matches `marker`.
+
+    >>> _replace_by_rules("<think>", [(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")])
+    ['</think>']
+    """
+    matches = [(re.fullmatch(regex, marker), replacement) for regex, replacement in rules]
+    return [match.expand(replacement) for match, replacement in matches if match is not None]
 
 
 def compound_closing(text: str, opening: str) -> str:

@@ -35,6 +35,9 @@ def test_words_are_kept_whole():
         ("<|channel>", "<channel|>"),
         ("◁think▷", "◁/think▷"),
         ("【思考】", "【/思考】"),
+        ("<|think|>", "<|think_end|>"),
+        ("<｜think｜>", "<｜end▁of▁think｜>"),
+        ("<think>", "<end_think>"),
     ],
 )
 def test_opening_and_closing_spellings_match(opened, closed):

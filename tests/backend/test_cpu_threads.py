@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from backend.torch_threads import use_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from nereid_backend.cpu_threads import CpuThreads, cpu_time_of_others, suitable_threads
@@ -44,10 +45,8 @@ def test_more_load_never_means_more_threads(max_threads, num_cpus, loads):
 
 @pytest.fixture
 def _two_threads():
-    previous_num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(previous_num_threads)
+    with use_threads(2):
+        yield
 
 
 class Load:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from backend.torch_threads import use_threads
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -38,10 +39,9 @@ if not HAS_GPU:
 
 @pytest.fixture(autouse=True)
 def few_threads():
-    previous_num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(previous_num_threads)
+    """Compute with one thread, because other tests run at the same time."""
+    with use_threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")

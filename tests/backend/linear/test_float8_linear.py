@@ -29,6 +29,7 @@ def needs_products():
 
 
 def converted(layer, product):
+    """Store the weight of a layer as 8-bit floating-point numbers, and return the layer."""
     float8_linear._convert(layer, product)
     return layer
 
@@ -36,20 +37,18 @@ def converted(layer, product):
 @pytest.mark.parametrize("product", [ROWS, WHOLE], ids=["scales of rows", "one scale"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_gives_the_exact_outputs_up_to_the_rounding(product, dtype):
-    if (
-        product is ROWS
-        and find_product(CPU, dtype) is not ROWS
-        and find_product(CPU, dtype) == WHOLE
-    ):
+    if product is ROWS and find_product(CPU, dtype) == WHOLE:
         pytest.skip("this version of torch has no scales of rows on a CPU")
     torch.manual_seed(0)
     layer = nn.Linear(96, 64, dtype=dtype)
     rows = torch.randn(2, 7, 96, dtype=dtype)
-    exact = layer(rows).float()
-    found = converted(layer, product)(rows)
-    assert found.shape == exact.shape
-    assert found.dtype == dtype
-    assert (found.float() - exact).norm() < 0.06 * exact.norm()
+    exact_outputs = layer(rows).float()
+
+    outputs = converted(layer, product)(rows)
+
+    assert outputs.shape == exact_outputs.shape
+    assert outputs.dtype == dtype
+    assert (outputs.float() - exact_outputs).norm() < 0.06 * exact_outputs.norm()
 
 
 def test_with_scales_of_rows_an_output_does_not_depend_on_the_other_rows():
@@ -70,15 +69,16 @@ def test_numbers_are_rounded_to_the_largest_e4m3_and_zeros_stay(product):
     assert scales.flatten()[0].item() == pytest.approx(0.01)
 
 
-def test_a_device_whose_products_are_wrong_has_none(monkeypatch):
-    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: a.float() @ b.float())
-    assert find_product(CPU, torch.float32) is None
+def test_a_device_whose_products_are_wrong_or_missing_has_none(monkeypatch):
+    def product_without_scales(a, b, **_):
+        return a.float() @ b.float()
 
-    def missing(*args, **options):
+    def missing_product(*args, **options):
         raise RuntimeError("torch._scaled_mm is only supported on CUDA devices")
 
-    monkeypatch.setattr(torch, "_scaled_mm", missing)
-    assert find_product(CPU, torch.float32) is None
+    for scaled_mm in (product_without_scales, missing_product):
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+        assert find_product(CPU, torch.float32) is None
 
 
 def test_output_layers_and_odd_sizes_keep_their_weights(tmp_path):

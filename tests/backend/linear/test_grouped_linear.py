@@ -35,25 +35,25 @@ def quantised(outputs, inputs, group_size, bits, *, zero_kind, signed, seed=0):
     generator = torch.Generator().manual_seed(seed)
     low = -(2 ** (bits - 1)) if signed else 0
     values = torch.randint(low, low + 2**bits, (outputs, inputs), generator=generator)
-    groups = -(-inputs // group_size)
-    scales = (torch.rand(outputs, groups, generator=generator) + 0.1).half()
-    middle = torch.full((outputs, groups), 0 if signed else 2 ** (bits - 1))
-    zeros = middle
-    if zero_kind != "none":
-        zeros = torch.randint(low, low + 2**bits, (outputs, groups), generator=generator)
+    num_groups = -(-inputs // group_size)
+    scales = (torch.rand(outputs, num_groups, generator=generator) + 0.1).half()
+    if zero_kind == "none":
+        zeros = torch.full((outputs, num_groups), 0 if signed else 2 ** (bits - 1))
+    else:
+        zeros = torch.randint(low, low + 2**bits, (outputs, num_groups), generator=generator)
     if zero_kind == "fractions":
         zeros = zeros + 0.5
-    index = torch.arange(inputs) // group_size
-    weights = (values - zeros[:, index]) * scales.double()[:, index]
+    group_of_input = torch.arange(inputs) // group_size
+    weights = (values - zeros[:, group_of_input]) * scales.double()[:, group_of_input]
     dtype = torch.int8 if signed else torch.uint8
     return values.to(dtype), scales, zeros if zero_kind != "none" else None, weights
 
 
 def with_rounded_rows(x, weights, group_size):
     """Round each group of each row of `x` to 8 bits, and return the product with the weights."""
-    count = -(-x.shape[1] // group_size)
-    padded = torch.nn.functional.pad(x, (0, count * group_size - x.shape[1]))
-    groups = padded.view(len(x), count, group_size).double()
+    num_groups = -(-x.shape[1] // group_size)
+    padded = torch.nn.functional.pad(x, (0, num_groups * group_size - x.shape[1]))
+    groups = padded.view(len(x), num_groups, group_size).double()
     scales = groups.abs().amax(2, keepdim=True).clamp(min=1e-30) / 127
     rounded = (groups / scales).round() * scales
     return rounded.flatten(1)[:, : x.shape[1]] @ weights.T
@@ -75,19 +75,21 @@ def test_a_kernel_multiplies_the_integers_of_rows_and_weights(name, zero_kind, b
         *((1, 16, 32, 32), (2, 70, 300, 40), (3, 33, 256, 128), (5, 5, 7, 1024)),
         *((12, 100, 96, 8), (30, 21, 384, 192)),
     ]:
-        size = group_size_for(size, bits)
+        group_size = group_size_for(size, bits)
         values, scales, zeros, weights = quantised(
-            outputs, inputs, size, bits, zero_kind=zero_kind, signed=False, seed=rows
+            outputs, inputs, group_size, bits, zero_kind=zero_kind, signed=False, seed=rows
         )
-        layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=bits)
+        layer = GroupedLinear.from_quantised(values, scales, zeros, group_size, bits=bits)
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
         expected = with_rounded_rows(x, weights, layer.group_size)
+
         with torch.inference_mode():
-            found = in_kernel(name, layer, x)
-            alone = in_kernel(name, layer, x[-1:])
+            product = in_kernel(name, layer, x)
+            product_of_last_row = in_kernel(name, layer, x[-1:])
+
         # A number halfway between two integers can be rounded to either integer.
-        assert (found - expected).abs().max() < 4e-3 * expected.abs().max()
-        assert torch.equal(alone, found[-1:])
+        assert (product - expected).abs().max() < 4e-3 * expected.abs().max()
+        assert torch.equal(product_of_last_row, product[-1:])
 
 
 needs_tiles = pytest.mark.skipif(
@@ -99,16 +101,17 @@ needs_tiles = pytest.mark.skipif(
 @needs_tiles
 @pytest.mark.parametrize("zero_kind", ZEROS)
 def test_tiles_of_integers_give_the_same_bits_as_vectors(zero_kind):
-    for rows, outputs, inputs, size in [
+    for rows, outputs, inputs, group_size in [
         *((16, 16, 64, 32), (17, 70, 300, 64), (33, 33, 256, 128), (40, 100, 96, 96)),
         *((100, 21, 384, 192), (150, 40, 1024, 64)),
     ]:
         values, scales, zeros, _ = quantised(
-            outputs, inputs, size, 8, zero_kind=zero_kind, signed=False, seed=rows
+            outputs, inputs, group_size, 8, zero_kind=zero_kind, signed=False, seed=rows
         )
         bias = torch.randn(outputs)
-        layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=8, bias=bias)
+        layer = GroupedLinear.from_quantised(values, scales, zeros, group_size, bits=8, bias=bias)
         x = torch.randn(rows, inputs)
+        # This instruction set has vectors, but no tiles.
         with torch.inference_mode(), forced_instruction_set("avx512_bf16"):
             expected = layer(x)
         with torch.inference_mode():
@@ -122,20 +125,24 @@ def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(zero_kind, bit
     for rows, outputs, inputs, size in [
         *((128, 16, 64, 32), (131, 70, 300, 40), (150, 33, 256, 128), (200, 100, 98, 1024)),
     ]:
-        size = group_size_for(size, bits)
+        group_size = group_size_for(size, bits)
         values, scales, zeros, weights = quantised(
-            outputs, inputs, size, bits, zero_kind=zero_kind, signed=False, seed=rows
+            outputs, inputs, group_size, bits, zero_kind=zero_kind, signed=False, seed=rows
         )
         bias = torch.randn(outputs).bfloat16()
-        layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=bits, bias=bias)
+        layer = GroupedLinear.from_quantised(
+            values, scales, zeros, group_size, bits=bits, bias=bias
+        )
         x = torch.randn(rows, inputs).bfloat16()
+
         with torch.inference_mode():
-            found = layer(x)
-            alone = layer(x[:128])
+            output = layer(x)
+            output_of_fewer_rows = layer(x[:128])
+
         expected = x.double() @ weights.T + bias.double()
         # Weights and outputs are rounded to bfloat16, which has 8 significant bits.
-        assert (found - expected).abs().max() < 6e-3 * expected.abs().max()
-        assert torch.equal(alone, found[:128])
+        assert (output - expected).abs().max() < 6e-3 * expected.abs().max()
+        assert torch.equal(output_of_fewer_rows, output[:128])
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -145,13 +152,13 @@ def test_inputs_that_are_not_finite_give_outputs_that_are_not_finite(name):
     x = torch.ones(4, 64, dtype=torch.bfloat16)
     x[0, 3], x[1, 40], x[2] = float("nan"), float("inf"), 0.0
     with torch.inference_mode():
-        found = in_kernel(name, layer, x)
-    assert found[:2].isnan().all()
-    assert not found[2].any()
-    assert found[3].isfinite().all()
+        output = in_kernel(name, layer, x)
+    assert output[:2].isnan().all()
+    assert not output[2].any()
+    assert output[3].isfinite().all()
 
 
-@pytest.mark.skipif("avx2" not in [one.name for one in supported_instruction_sets()], reason="CPU")
+@pytest.mark.skipif("avx2" not in [s.name for s in supported_instruction_sets()], reason="CPU")
 def test_an_unknown_instruction_set_is_refused_with_the_names(monkeypatch):
     monkeypatch.setenv("NEREID_CPU_INSTRUCTIONS", "avx9")
     with pytest.raises(ValueError, match=r"is avx9, but this processor supports .*avx2, native"):
@@ -220,6 +227,6 @@ def test_a_layer_has_the_shape_and_bias_of_the_original():
     x = torch.randn(2, 3, 64)
     expected = x.double() @ weights.T + bias
     with torch.inference_mode():
-        found = layer(x)
-    assert found.shape == (2, 3, 20)
-    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+        output = layer(x)
+    assert output.shape == (2, 3, 20)
+    assert (output - expected).abs().max() < 0.02 * expected.abs().max()

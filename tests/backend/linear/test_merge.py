@@ -39,10 +39,12 @@ pytestmark = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 class Layers(nn.Module):
+    """Three layers with the same input. `sizes` contains their numbers of outputs."""
+
     def __init__(self, sizes, bias=(False, False, False)):
         super().__init__()
         self.first, self.second, self.third = (
-            nn.Linear(24, size, bias=has) for size, has in zip(sizes, bias, strict=True)
+            nn.Linear(24, size, bias=has_bias) for size, has_bias in zip(sizes, bias, strict=True)
         )
 
     def forward(self, x):
@@ -50,16 +52,22 @@ class Layers(nn.Module):
 
 
 def change_layout(layers, layout):
+    """Pack or round the weights of the layers, as `layout` requires (see `LAYOUTS`)."""
     if layout == "packed":
         prepack_linears(layers)
     elif layout != "as loaded":
         quantise_linears(layers, bits=int(layout.removeprefix("int")))
 
 
-def merged_and_expected(layers, x, layout):
+def merge(layers, x, layout):
+    """Change the layout of the layers, and merge the layers.
+
+    Returns:
+        The number of merged groups, and the outputs of the layers before the merge.
+    """
     change_layout(layers, layout)
-    expected = [part.clone() for part in layers(x)]
-    return merge_linears(layers, lambda: layers(x)), expected
+    expected_outputs = [output.clone() for output in layers(x)]
+    return merge_linears(layers, lambda: layers(x)), expected_outputs
 
 
 @pytest.mark.parametrize("bias", [(False, False, False), (True, True, True), (True, False, True)])
@@ -67,38 +75,40 @@ def merged_and_expected(layers, x, layout):
 @torch.inference_mode()
 def test_merged_layers_compute_the_same_as_separate_layers(sizes, bias, layout):
     layers, x = Layers(sizes, bias), torch.randn(3, 7, 24)
-    count, expected = merged_and_expected(layers, x, layout)
-    assert count == 1
+    num_groups, expected_outputs = merge(layers, x, layout)
+    assert num_groups == 1
     assert all(type(layer) is CLASSES[layout][1] for layer in layers.children())
     for _ in range(2):
-        for found, wanted in zip(layers(x), expected, strict=True):
-            torch.testing.assert_close(found, wanted)
+        for output, expected in zip(layers(x), expected_outputs, strict=True):
+            torch.testing.assert_close(output, expected)
 
 
 @torch.inference_mode()
 def test_a_layer_after_an_incomplete_panel_is_not_merged(layout):
     layers, x = Layers((16, 5, 32)), torch.randn(3, 24)
-    count, expected = merged_and_expected(layers, x, layout)
-    assert count == 1
+    num_groups, expected_outputs = merge(layers, x, layout)
+    assert num_groups == 1
     # Layers without panels can be merged with any number of outputs.
     is_merged = layout == "as loaded"
     assert type(layers.third) is CLASSES[layout][is_merged]
-    for found, wanted in zip(layers(x), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for output, expected in zip(layers(x), expected_outputs, strict=True):
+        torch.testing.assert_close(output, expected)
 
 
 @torch.inference_mode()
 def test_a_layer_with_another_input_than_its_group_computes_its_own_output(layout):
     layers, x, other = Layers((32, 16, 16)), torch.randn(3, 24), torch.randn(5, 24)
     change_layout(layers, layout)
-    expected = [part.clone() for part in layers(other)]
+    _, second_output, third_output = (output.clone() for output in layers(other))
     merge_linears(layers, lambda: layers(x))
+
+    # The first layer computes the outputs of all layers for its input.
     layers.first(x)
-    torch.testing.assert_close(layers.second(other), expected[1])
-    torch.testing.assert_close(layers.third(other), expected[2])
+    torch.testing.assert_close(layers.second(other), second_output)
+    torch.testing.assert_close(layers.third(other), third_output)
     # Another tensor with equal numbers does not count as the same input.
     layers.first(other)
-    torch.testing.assert_close(layers.second(other.clone()), expected[1])
+    torch.testing.assert_close(layers.second(other.clone()), second_output)
 
 
 @torch.inference_mode()
@@ -115,7 +125,7 @@ def test_a_layer_that_is_called_twice_or_with_other_inputs_is_not_merged(layout)
 @torch.inference_mode()
 def test_no_tensor_of_a_forward_pass_is_kept_after_the_pass(layout):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
-    merged_and_expected(layers, x, layout)
+    merge(layers, x, layout)
     layers(x)
     assert layers.first.group._input is None
     assert layers.first.group._outputs == []
@@ -124,25 +134,25 @@ def test_no_tensor_of_a_forward_pass_is_kept_after_the_pass(layout):
 @torch.inference_mode()
 def test_separated_layers_equal_the_original_layers(layout):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
-    _, expected = merged_and_expected(layers, x, layout)
+    _, expected_outputs = merge(layers, x, layout)
     separate_linears(layers)
     assert all(type(layer) is CLASSES[layout][0] for layer in layers.children())
-    for found, wanted in zip(layers(x), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for output, expected in zip(layers(x), expected_outputs, strict=True):
+        torch.testing.assert_close(output, expected)
 
 
 @torch.inference_mode()
 def test_the_weights_of_a_group_are_stored_once(layout):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
-    merged_and_expected(layers, x, layout)
+    merge(layers, x, layout)
     for name in CLASSES[layout][1].weight_names:
-        merged = getattr(layers.first, f"merged_{name}")
+        merged_weight = getattr(layers.first, f"merged_{name}")
         weights = [getattr(layer, name) for layer in layers.children()]
-        if merged is None:
+        if merged_weight is None:
             assert weights == [None] * 3
         else:
-            held = {weight.untyped_storage().data_ptr() for weight in weights}
-            assert held == {merged.untyped_storage().data_ptr()}
+            storages = {weight.untyped_storage().data_ptr() for weight in weights}
+            assert storages == {merged_weight.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi"])
@@ -151,23 +161,23 @@ def test_an_engine_with_merged_layers_gives_the_same_tokens(
 ):
     settings = {"weight_dtype": layout} if layout.startswith("int") else {}
     path = checkpoint(architecture)
-    expected = tokens(path, prepack=False, **settings)
+    expected, _ = tokens_and_classes(path, prepack=False, **settings)
     if layout == "as loaded":
         # On a GPU, the layers keep torch's layout.
         monkeypatch.setattr(load_weights, "prepack_linears", lambda *_, **__: 1)
-    classes = set()
-    assert tokens(path, classes, **settings) == expected
+    tokens, classes = tokens_and_classes(path, **settings)
+    assert tokens == expected
     assert CLASSES[layout][1] in classes
 
 
-def tokens(path, classes=None, **settings):
+def tokens_and_classes(path, **settings):
+    """Return the answers of an engine, and the classes of the modules of its model."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     config = EngineConfig(str(path), kv_cache_memory="4MiB", dtype="float32", **settings)
     engine = Engine(config)
     try:
         outputs = engine.generate([[5, 9, 11, 4], [7], list(range(3, 40))], params)
-        if classes is not None:
-            classes.update(map(type, engine._parts.runner._path._model.modules()))
-        return [output.outputs[0].token_ids for output in outputs]
+        classes = {type(module) for module in engine._parts.runner._path._model.modules()}
+        return [output.outputs[0].token_ids for output in outputs], classes
     finally:
         engine.close()

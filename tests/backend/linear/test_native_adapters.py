@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from backend.torch_threads import use_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.attention.cpu.cpu_library import forced_instruction_set
@@ -47,21 +48,25 @@ class Layers(nn.Module):
         return [part(x) for part in self.parts]
 
 
-def serve(adapters, owners, counts):
-    """Return a context in which chunk i has `counts[i]` rows that use the adapter `owners[i]`."""
-    return adapters.serving(
+def serve(lora_layers, adapters_of_chunks, num_rows):
+    """Return a context in which chunk i has `num_rows[i]` rows and uses `adapters_of_chunks[i]`."""
+    return lora_layers.serving(
         [
-            SimpleNamespace(sequence=SimpleNamespace(adapter=owner), num_tokens=count)
-            for owner, count in zip(owners, counts, strict=True)
+            SimpleNamespace(sequence=SimpleNamespace(adapter=adapter), num_tokens=count)
+            for adapter, count in zip(adapters_of_chunks, num_rows, strict=True)
         ]
     )
 
 
-def make_adapters(native, model, ranks, dtype):
-    """Add one adapter for each rank. The second adapter leaves the second layer unchanged."""
-    made = []
+def make_adapters(lora_layers, model, ranks, dtype):
+    """Add one adapter for each rank. The second adapter leaves the second layer unchanged.
+
+    Returns:
+        A dict from each adapter to its matrices: a `LayerPair` for each name of a layer.
+    """
+    matrices_of_adapters = {}
     for number, rank in enumerate(ranks):
-        adapter = Adapter(str(number), "", bytes([number]))
+        adapter = Adapter(name=str(number), path="", digest=bytes([number]))
         pairs = {
             f"parts.{index}": LayerPair(
                 torch.randn(rank, part.in_features).to(dtype),
@@ -70,20 +75,19 @@ def make_adapters(native, model, ranks, dtype):
             for index, part in enumerate(model.parts)
             if (number, index) != (1, 1)
         }
-        native.add(adapter, pairs)
-        made.append((adapter, pairs))
-    return made
+        lora_layers.add(adapter, pairs)
+        matrices_of_adapters[adapter] = pairs
+    return matrices_of_adapters
 
 
-def expected_outputs(model, x, owners, made):
+def expected_outputs(model, x, adapters_of_rows, matrices_of_adapters):
     """Return the outputs of each layer, computed in double precision."""
     outputs = []
-    pairs = dict(made)
     for index, (part, weight) in enumerate(zip(model.parts, model.plain, strict=True)):
         rows = []
-        for row, owner in zip(x.double(), owners, strict=True):
+        for row, adapter in zip(x.double(), adapters_of_rows, strict=True):
             output = weight @ row + part.bias.double()
-            pair = None if owner is None else pairs[owner].get(f"parts.{index}")
+            pair = matrices_of_adapters.get(adapter, {}).get(f"parts.{index}")
             if pair is not None:
                 output = output + pair.up.double() @ (pair.down.double() @ row)
             rows.append(output)
@@ -91,10 +95,11 @@ def expected_outputs(model, x, owners, made):
     return outputs
 
 
-def assert_close(found, expected, dtype):
-    for one, other in zip(found, expected, strict=True):
-        scale = other.abs().max().clamp(min=1.0)
-        assert ((one.double() - other).abs().max() / scale).item() < TOLERANCE[dtype]
+def assert_close(outputs, expected_outputs, dtype):
+    """Compare the outputs of each layer within the rounding errors of `dtype`."""
+    for output, expected in zip(outputs, expected_outputs, strict=True):
+        scale = expected.abs().max().clamp(min=1.0)
+        assert ((output.double() - expected).abs().max() / scale).item() < TOLERANCE[dtype]
 
 
 @given(
@@ -113,60 +118,68 @@ def test_every_row_gets_the_product_of_its_adapter(
 ):
     torch.manual_seed(dim)
     model = Layers(dim, outputs, dtype, kind)
-    native = LoraLayers(model)
-    made = make_adapters(native, model, ranks, dtype)
-    choices = st.sampled_from([None, *(adapter for adapter, _ in made)])
-    chunks = data.draw(st.lists(choices, min_size=len(counts), max_size=len(counts)))
-    owners = [owner for owner, count in zip(chunks, counts, strict=True) for _ in range(count)]
-    x = torch.randn(len(owners), dim).to(dtype)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with serve(native, chunks, counts):
-            found = model(x)
-    finally:
-        torch.set_num_threads(before)
-    assert_close(found, expected_outputs(model, x, owners, made), dtype)
-    plain = model(x)
-    for row, owner in enumerate(owners):
-        with serve(native, [owner], [1]):
-            alone = model(x[row : row + 1])
-        if not isinstance(model.parts[0], NativeLinear):
-            continue
-        # The bits of a row do not depend on the other rows.
-        assert all(torch.equal(one[0], other[row]) for one, other in zip(alone, found, strict=True))
-        if owner is None:
-            assert all(
-                torch.equal(one[row], other[row]) for one, other in zip(plain, found, strict=True)
-            )
+    lora_layers = LoraLayers(model)
+    adapters = make_adapters(lora_layers, model, ranks, dtype)
+    choices = st.sampled_from([None, *adapters])
+    of_chunks = data.draw(st.lists(choices, min_size=len(counts), max_size=len(counts)))
+    of_rows = [a for a, count in zip(of_chunks, counts, strict=True) for _ in range(count)]
+    x = torch.randn(len(of_rows), dim).to(dtype)
+
+    with use_threads(threads), serve(lora_layers, of_chunks, counts):
+        layer_outputs = model(x)
+
+    assert_close(layer_outputs, expected_outputs(model, x, of_rows, adapters), dtype)
+    if isinstance(model.parts[0], NativeLinear):
+        check_rows_are_independent(model, lora_layers, x, of_rows, layer_outputs)
+
+
+def check_rows_are_independent(model, lora_layers, x, adapters_of_rows, layer_outputs):
+    """Check that the bits of a row do not depend on the other rows.
+
+    Without an adapter, the bits also do not depend on the use of adapters in other rows.
+    """
+    plain_outputs = model(x)
+    for row, adapter in enumerate(adapters_of_rows):
+        with serve(lora_layers, [adapter], [1]):
+            outputs_alone = model(x[row : row + 1])
+        for output, alone in zip(layer_outputs, outputs_alone, strict=True):
+            assert torch.equal(output[row], alone[0])
+        if adapter is None:
+            for output, plain in zip(layer_outputs, plain_outputs, strict=True):
+                assert torch.equal(output[row], plain[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_lowest_instruction_set_gives_the_same_products(dtype):
     torch.manual_seed(0)
     model = Layers(90, 3, dtype)
+    x = torch.randn(7, 90).to(dtype)
     with forced_instruction_set("avx2"):
-        native = LoraLayers(model)
-        made = make_adapters(native, model, [5, 12], dtype)
-        owners = [made[0][0], None, *[made[1][0]] * 5]
-        x = torch.randn(7, 90).to(dtype)
-        with serve(native, owners, [1] * 7):
-            found = model(x)
-    assert_close(found, expected_outputs(model, x, owners, made), dtype)
+        lora_layers = LoraLayers(model)
+        adapters = make_adapters(lora_layers, model, [5, 12], dtype)
+        first, second = adapters
+        of_rows = [first, None, *[second] * 5]
+        with serve(lora_layers, of_rows, [1] * 7):
+            outputs = model(x)
+    assert_close(outputs, expected_outputs(model, x, of_rows, adapters), dtype)
 
 
 def test_a_layer_that_computes_other_rows_uses_the_adapters_of_the_chunks():
     model = Layers(8, 1, torch.float32)
-    native = LoraLayers(model)
-    made = make_adapters(native, model, [4, 4], torch.float32)
-    chunks = [made[0][0], None, made[1][0]]
+    lora_layers = LoraLayers(model)
+    adapters = make_adapters(lora_layers, model, [4, 4], torch.float32)
+    first, second = adapters
+    of_chunks = [first, None, second]
     x = torch.randn(6, 8)
-    with serve(native, chunks, [1, 1, 1]):
-        found = model(x)
-    owners = [owner for owner in chunks for _ in range(2)]
-    assert_close(found, expected_outputs(model, x, owners, made), torch.float32)
+
+    # The layers compute two rows for each of the three chunks of one token.
+    with serve(lora_layers, of_chunks, [1, 1, 1]):
+        outputs = model(x)
+
+    of_rows = [adapter for adapter in of_chunks for _ in range(2)]
+    assert_close(outputs, expected_outputs(model, x, of_rows, adapters), torch.float32)
     message = "computed 4 rows, which cannot be divided over the 3"
-    with pytest.raises(RuntimeError, match=message), serve(native, chunks, [1, 1, 1]):
+    with pytest.raises(RuntimeError, match=message), serve(lora_layers, of_chunks, [1, 1, 1]):
         model(x[:4])
 
 
@@ -175,17 +188,20 @@ def test_layers_with_integers_get_the_products():
     values = torch.randint(-8, 8, (40, 64), dtype=torch.int8)
     layer = GroupedLinear.from_quantised(values, torch.full((40, 2), 0.01), None, 32, bits=4)
     model = nn.Sequential(layer)
-    native = LoraLayers(model)
-    adapter = Adapter("a", "", b"a")
+    lora_layers = LoraLayers(model)
+    adapter = Adapter(name="a", path="", digest=b"a")
     pair = LayerPair(torch.randn(6, 64), torch.randn(40, 6))
-    native.add(adapter, {"0": pair})
+    lora_layers.add(adapter, {"0": pair})
     x = torch.randn(5, 64)
+
     with torch.inference_mode():
-        plain = model(x)
-        with serve(native, [adapter, None], [2, 3]):
-            found = model(x)
-    assert torch.equal(found[2:], plain[2:])
-    torch.testing.assert_close(found[:2], plain[:2] + x[:2] @ pair.down.T @ pair.up.T)
+        plain_output = model(x)
+        with serve(lora_layers, [adapter, None], [2, 3]):
+            output = model(x)
+
+    assert torch.equal(output[2:], plain_output[2:])
+    expected = plain_output[:2] + x[:2] @ pair.down.T @ pair.up.T
+    torch.testing.assert_close(output[:2], expected)
 
 
 def test_merged_layers_with_integers_get_the_products_of_separate_layers():
@@ -194,26 +210,30 @@ def test_merged_layers_with_integers_get_the_products_of_separate_layers():
     quantise_linears(separate, bits=8)
     merged = copy.deepcopy(separate)
     assert merge_linears(merged, lambda: merged(torch.zeros(1, 64))) == 1
-    x, outputs = torch.randn(5, 64), []
+    x = torch.randn(5, 64)
     pairs = {
         f"parts.{index}": LayerPair(torch.randn(6, 64), torch.randn(part.out_features, 6))
         for index, part in enumerate(separate.parts)
     }
-    for model in (separate, merged):
-        native, adapter = LoraLayers(model), Adapter("a", "", b"a")
-        native.add(adapter, pairs)
-        with serve(native, [adapter, None], [2, 3]):
-            outputs.append(model(x))
-    for found, wanted in zip(*outputs, strict=True):
-        torch.testing.assert_close(found, wanted)
+
+    def outputs_with_adapter(model):
+        lora_layers, adapter = LoraLayers(model), Adapter(name="a", path="", digest=b"a")
+        lora_layers.add(adapter, pairs)
+        with serve(lora_layers, [adapter, None], [2, 3]):
+            return model(x)
+
+    outputs = zip(outputs_with_adapter(merged), outputs_with_adapter(separate), strict=True)
+    for output, expected in outputs:
+        torch.testing.assert_close(output, expected)
 
 
 def test_the_stated_memory_is_that_of_the_matrices():
     model = Layers(10, 1, torch.float32)
-    native = LoraLayers(model)
-    [(adapter, pairs)] = make_adapters(native, model, [5], torch.float32)
-    matrices = native._native._stored[adapter].matrices
-    found = sum(pair.down.nbytes + pair.up.nbytes for pair in matrices)
-    assert found == native.num_bytes(pairs) == sum(map(adapter_bytes, pairs.values()))
-    native.remove(adapter)
-    assert not native._native._stored
+    lora_layers = LoraLayers(model)
+    adapters = make_adapters(lora_layers, model, [5], torch.float32)
+    [(adapter, pairs)] = adapters.items()
+    matrices = lora_layers._native._stored[adapter].matrices
+    num_bytes = sum(pair.down.nbytes + pair.up.nbytes for pair in matrices)
+    assert num_bytes == lora_layers.num_bytes(pairs) == sum(map(adapter_bytes, pairs.values()))
+    lora_layers.remove(adapter)
+    assert not lora_layers._native._stored

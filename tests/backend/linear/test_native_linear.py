@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backend.torch_threads import use_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.attention.cpu.cpu_library import forced_instruction_set
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no AVX2")
 # one without matrix tiles, and the one with the shortest vectors. Each set requires a library that
 # must be built, so further sets are not tested.
 OTHER_KERNELS = [
-    one.name for one in supported_instruction_sets()[1:] if one.name in ("avx512_bf16", "avx2")
+    s.name for s in supported_instruction_sets()[1:] if s.name in ("avx512_bf16", "avx2")
 ]
 
 
@@ -33,16 +34,18 @@ def test_other_instruction_sets_give_the_same_results(name, dtype):
     torch.manual_seed(0)
     sizes = [(1, 64, 48), (2, 6, 5), (5, 90, 21), (12, 300, 150), (23, 70, 90), (40, 128, 33)]
     for rows, dim, outputs in [*sizes, (120, 96, 40)]:
-        weight, x, bias = (
-            torch.randn(*s).to(dtype) for s in ((outputs, dim), (rows, dim), (outputs,))
-        )
-        best = linear(x, pack(weight), bias, outputs)
+        weight = torch.randn(outputs, dim).to(dtype)
+        x = torch.randn(rows, dim).to(dtype)
+        bias = torch.randn(outputs).to(dtype)
+        expected = linear(x, pack(weight), bias, outputs)
+
         with forced_instruction_set(name):
-            found = linear(x, pack(weight), bias, outputs)
-            alone = linear(x[:1], pack(weight), bias, outputs)
-        tolerance = 2 * TOLERANCE[dtype] * best.abs().max().item()
-        torch.testing.assert_close(found, best, atol=tolerance, rtol=0)
-        assert torch.equal(alone, found[:1])
+            result = linear(x, pack(weight), bias, outputs)
+            result_of_first_row = linear(x[:1], pack(weight), bias, outputs)
+
+        tolerance = 2 * TOLERANCE[dtype] * expected.abs().max().item()
+        torch.testing.assert_close(result, expected, atol=tolerance, rtol=0)
+        assert torch.equal(result_of_first_row, result[:1])
 
 
 @given(
@@ -62,31 +65,30 @@ def test_a_layer_of_any_size_equals_the_product_in_double_precision(
     weight = torch.randn(outputs, dim).to(dtype)
     x = torch.randn(rows, dim).to(dtype)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        found = linear(x, pack(weight), bias, outputs)
-    finally:
-        torch.set_num_threads(before)
+
+    with use_threads(threads):
+        result = linear(x, pack(weight), bias, outputs)
+
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     scale = expected.abs().max().clamp(min=1.0)
-    assert ((found.double() - expected).abs().max() / scale).item() < TOLERANCE[dtype]
+    assert ((result.double() - expected).abs().max() / scale).item() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_around_the_output_is_not_written(dtype):
-    weight, x = torch.randn(21, 8).to(dtype), torch.randn(13, 8).to(dtype)
+    rows, dim, outputs, num_threads = 13, 8, 21, 2
+    weight, x = torch.randn(outputs, dim).to(dtype), torch.randn(rows, dim).to(dtype)
     packed = pack(weight)
-    memory = torch.full((3 * 13 * 21,), 7.0, dtype=dtype)
-    out = memory[13 * 21 : 2 * 13 * 21]
+    # The output is the second third of this memory.
+    memory = torch.full((3, rows, outputs), 7.0, dtype=dtype)
     native_linear.kernels().nereid_linear(
         dtype == torch.bfloat16,
-        *(packed.data_ptr(), None, x.data_ptr(), out.data_ptr()),
-        *(13, 8, 21, 2),
+        *(packed.data_ptr(), None, x.data_ptr(), memory[1].data_ptr()),
+        *(rows, dim, outputs, num_threads),
     )
-    assert (memory[: 13 * 21] == 7).all()
-    assert (memory[2 * 13 * 21 :] == 7).all()
-    torch.testing.assert_close(out.view(13, 21), linear(x, packed, None, 21))
+    assert (memory[0] == 7).all()
+    assert (memory[2] == 7).all()
+    torch.testing.assert_close(memory[1], linear(x, packed, None, outputs))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,9 +109,9 @@ def test_inputs_that_are_not_finite_give_outputs_that_are_not_finite(dtype):
     packed = pack(torch.ones(20, 6, dtype=dtype))
     x = torch.ones(3, 6, dtype=dtype)
     x[1, 2] = float("nan")
-    found = linear(x, packed, None, 20)
-    assert found[1].isnan().all()
-    assert found[[0, 2]].isfinite().all()
+    output = linear(x, packed, None, 20)
+    assert output[1].isnan().all()
+    assert output[[0, 2]].isfinite().all()
 
 
 def test_an_input_of_another_size_or_type_is_refused():

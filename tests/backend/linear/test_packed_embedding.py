@@ -29,6 +29,7 @@ IDS = torch.tensor([[0, 74, 16, 15], [31, 32, 5, 5]])
 
 
 def llama(dtype=torch.float32, *, tied=True):
+    """Return a tiny model. With `tied`, the output layer shares the weight of the embedding."""
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
     return LlamaForCausalLM(config).to(dtype).eval()
@@ -38,17 +39,20 @@ def llama(dtype=torch.float32, *, tied=True):
 def test_a_tied_embedding_reads_the_same_rows_from_the_packed_output_layer(dtype):
     model = llama(dtype)
     embedding = model.get_input_embeddings()
-    expected = embedding(IDS)
+    expected_rows = embedding(IDS)
     prepack_linears(model, copy_shared=True)
     if not hasattr(model.lm_head, "packed"):
         pytest.skip("this machine has no kernel for packed weights")
-    logits = model(IDS).logits
+    expected_logits = model(IDS).logits
+
     assert pack_embedding(model, lambda: True, can_round=False)
+
     assert isinstance(embedding, NativeEmbedding)
-    assert torch.equal(embedding(IDS), expected)
+    assert torch.equal(embedding(IDS), expected_rows)
+    assert torch.equal(model(IDS).logits, expected_logits)
     assert embedding.packed is model.lm_head.packed
+    # The memory of the unpacked weight is freed.
     assert embedding.weight.untyped_storage().nbytes() < 8
-    assert torch.equal(model(IDS).logits, logits)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -56,17 +60,20 @@ def test_a_tied_embedding_reads_the_same_rows_from_the_packed_output_layer(dtype
 def test_an_embedding_is_rounded_like_the_output_layer(tied, bits):
     model = llama(tied=tied)
     embedding = model.get_input_embeddings()
-    original = embedding(IDS)
+    original_rows = embedding(IDS)
     quantise_linears(model, bits)
+
     assert pack_embedding(model, lambda: True, can_round=True)
+
     assert isinstance(embedding, GroupedEmbedding)
     rows = embedding(IDS)
     assert rows.dtype == torch.float32
     # If the other layers have 4 bits, a tied embedding shares the 6-bit weight of the output layer.
     largest_integer = 31 if tied and bits == 4 else 127
-    assert (rows - original).abs().max() <= original.abs().max() / largest_integer
+    assert (rows - original_rows).abs().max() <= original_rows.abs().max() / largest_integer
     if tied:
         assert torch.equal(rows, model.lm_head.dequantised()[IDS])
+    # Code that reads the unpacked weight gets NaN.
     assert embedding.weight.isnan().all()
 
 
@@ -94,10 +101,11 @@ def test_a_model_that_reads_the_weight_of_its_embedding_directly_stays_unchanged
     weight = embedding.weight
     quantise_linears(model, 8)
 
-    def is_finite():
+    def gives_finite_numbers():
+        """Use the weight directly, as such a model does. A packed embedding has a weight of NaN."""
         return bool((embedding(IDS) + embedding.weight[IDS]).isfinite().all())
 
-    assert not pack_embedding(model, is_finite, can_round=True)
+    assert not pack_embedding(model, gives_finite_numbers, can_round=True)
     assert type(embedding) is torch.nn.Embedding
     assert embedding.weight is weight
     assert not dict(embedding.named_buffers())
@@ -109,19 +117,20 @@ def test_a_class_that_scales_its_rows_keeps_the_scale_also_in_another_process():
     config = Gemma2Config(**SIZES, head_dim=20, tie_word_embeddings=True)
     model = Gemma2ForCausalLM(config).eval()
     embedding = model.get_input_embeddings()
-    original = embedding(IDS)
+    original_rows = embedding(IDS)
     quantise_linears(model, 8)
-    assert pack_embedding(model, lambda: True, can_round=True)
-    scale = SIZES["hidden_size"] ** 0.5
-    expected = model.lm_head.dequantised()[IDS] * scale
-    torch.testing.assert_close(embedding(IDS), expected)
-    torch.testing.assert_close(embedding(IDS), original, atol=scale / 100, rtol=0)
 
-    copy = unpack_skeleton(pack_skeleton(Skeleton(model, "eager", False, 1))).model
-    restored = copy.get_input_embeddings()
-    assert (
-        type(restored).__name__
-        == type(embedding).__name__
-        == "GroupedEmbeddingOfGemma2TextScaledWordEmbedding"
-    )
-    assert restored(IDS).shape == expected.shape
+    assert pack_embedding(model, lambda: True, can_round=True)
+
+    # Gemma 2 multiplies the rows by the root of the hidden size.
+    scale = SIZES["hidden_size"] ** 0.5
+    expected_rows = model.lm_head.dequantised()[IDS] * scale
+    torch.testing.assert_close(embedding(IDS), expected_rows)
+    torch.testing.assert_close(embedding(IDS), original_rows, atol=scale / 100, rtol=0)
+
+    # In another process, the embedding has the same class and shape, but not the same numbers.
+    copied_model = unpack_skeleton(pack_skeleton(Skeleton(model, "eager", False, 1))).model
+    copied_embedding = copied_model.get_input_embeddings()
+    class_name = "GroupedEmbeddingOfGemma2TextScaledWordEmbedding"
+    assert type(copied_embedding).__name__ == type(embedding).__name__ == class_name
+    assert copied_embedding(IDS).shape == expected_rows.shape

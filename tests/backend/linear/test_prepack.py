@@ -13,50 +13,50 @@ pytestmark = pytest.mark.skipif(
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-def answers(path, lines=None, **settings):
-    engine = Engine(
-        EngineConfig(str(path), kv_cache_memory="4MiB", max_num_seqs=4, **settings),
-        progress=(lines if lines is not None else []).append,
-    )
+def answers(path, **settings):
+    """Return the answers of an engine, the names of its packed layers, and its progress lines."""
+    lines = []
+    config = EngineConfig(str(path), kv_cache_memory="4MiB", max_num_seqs=4, **settings)
+    engine = Engine(config, progress=lines.append)
     try:
-        found = engine.generate([[5, 9, 11], [7]], GREEDY)
-        packed = [
+        outputs = engine.generate([[5, 9, 11], [7]], GREEDY)
+        packed_layers = [
             name
             for name, module in engine._parts.runner._path._model.named_modules()
             if isinstance(module, PackedLinear | NativeLinear)
         ]
-        return [output.outputs[0].token_ids for output in found], packed
+        return [output.outputs[0].token_ids for output in outputs], packed_layers, lines
     finally:
         engine.close()
 
 
 @pytest.fixture(params=["own kernel", "oneDNN"], autouse=True)
 def products(request, monkeypatch):
+    """Run each test with the packed weights of Nereid's kernel, and with those of oneDNN."""
     if request.param == "oneDNN":
         monkeypatch.setattr(native_linear, "can_pack", lambda weight: False)
 
 
 def test_engines_with_and_without_packed_weights_return_the_same_tokens(checkpoint):
     path = checkpoint("llama")
-    with_packed, packed = answers(path)
-    without, none = answers(path, prepack=False)
-    assert with_packed == without
-    assert "model.layers.0.self_attn.q_proj" in packed
-    assert none == []
+    tokens, packed_layers, _ = answers(path)
+    expected, packed_layers_without_prepack, _ = answers(path, prepack=False)
+    assert tokens == expected
+    assert "model.layers.0.self_attn.q_proj" in packed_layers
+    assert packed_layers_without_prepack == []
 
 
 def test_a_model_whose_code_reads_weights_directly_is_not_packed(checkpoint, monkeypatch):
-    expected, _ = answers(checkpoint("llama"), prepack=False)
+    expected, *_ = answers(checkpoint("llama"), prepack=False)
 
-    def forward(self, hidden):
+    def forward_with_weight(self, hidden):
         gate = functional.linear(hidden, self.gate_proj.weight)
         return self.down_proj(self.act_fn(gate) * self.up_proj(hidden))
 
-    monkeypatch.setattr(LlamaMLP, "forward", forward)
-    lines = []
-    found, packed = answers(checkpoint("llama"), lines)
-    assert found == expected
-    assert packed == []
+    monkeypatch.setattr(LlamaMLP, "forward", forward_with_weight)
+    tokens, packed_layers, lines = answers(checkpoint("llama"))
+    assert tokens == expected
+    assert packed_layers == []
     assert any("code reads them directly" in line for line in lines)
 
 

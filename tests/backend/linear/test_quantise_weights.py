@@ -28,15 +28,18 @@ def test_a_layer_is_near_the_original_for_few_and_many_rows(dtype, inputs, outpu
         layer = layer.to(dtype)
         assert quantise_linears(torch.nn.Sequential(layer), bits) == 1
         assert type(layer) is GroupedLinear
-        many = layer(rows.to(dtype))
-        few = torch.cat([layer(part) for part in rows.to(dtype).split(7, dim=1)], dim=1)
-    assert many.shape == expected.shape
-    for found in (many, few):
-        assert found.dtype == dtype
-        assert (found.float() - expected).square().mean().sqrt() < LIMITS[bits] * expected.std()
+        output = layer(rows.to(dtype))
+        parts = [layer(few_rows) for few_rows in rows.to(dtype).split(7, dim=1)]
+    output_of_parts = torch.cat(parts, dim=1)
+
+    assert output.shape == output_of_parts.shape == expected.shape
+    for rounded in (output, output_of_parts):
+        assert rounded.dtype == dtype
+        error = (rounded.float() - expected).square().mean().sqrt()
+        assert error < LIMITS[bits] * expected.std()
     if dtype == torch.float32:
         # A processor with matrix tiles (AMX) multiplies few and many bfloat16 rows differently.
-        assert torch.equal(few, many)
+        assert torch.equal(output_of_parts, output)
 
 
 def test_weights_of_zero_and_tiny_weights_stay_finite():
@@ -80,7 +83,8 @@ def test_an_engine_with_quantised_weights_is_smaller_and_often_begins_with_the_s
     assert engine.info.weights_bytes < 0.6 * unquantised_engine.info.weights_bytes
     # Rounded weights change some tokens, and a changed token changes all tokens after it.
     pairs = zip(unquantised_answers, answers, strict=True)
-    assert sum(expected[0] == found[0] for expected, found in pairs) >= num_equal_tokens
+    num_equal = sum(expected[0] == answer[0] for expected, answer in pairs)
+    assert num_equal >= num_equal_tokens
     unquantised_engine.close()
     engine.close()
 
@@ -100,6 +104,7 @@ def test_unsupported_weight_types_are_refused():
 def test_a_layer_that_is_rounded_in_slices_equals_the_layer_that_is_rounded_at_once(
     bits, monkeypatch
 ):
+    # A slice has at most 16 rows of 100 float32 numbers.
     monkeypatch.setattr(quantise_weights, "_SLICE_BYTES", 4 * 16 * 100)
     weight = torch.randn(75, 100)
     layer = torch.nn.Linear(100, 75, bias=False)
@@ -110,12 +115,13 @@ def test_a_layer_that_is_rounded_in_slices_equals_the_layer_that_is_rounded_at_o
         return weight[start:end]
 
     quantise_weights.round_layer(layer, read_rows, bits)
+
     assert slices == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 75)]
-    expected = GroupedLinear.from_quantised(
+    expected_layer = GroupedLinear.from_quantised(
         *quantise_weights.quantise_weight(weight, bits),
         quantise_weights.GROUP_SIZES[bits],
         bits=bits,
     )
-    assert torch.equal(layer.dequantised(), expected.dequantised())
+    assert torch.equal(layer.dequantised(), expected_layer.dequantised())
     x = torch.randn(3, 100)
-    assert torch.equal(layer(x), expected(x))
+    assert torch.equal(layer(x), expected_layer(x))

@@ -53,4 +53,5 @@ def references(folder, models):
 
 
 def adapters(folder):
+    """Return the folders of the adapters by their names."""
     return {name: str(folder / name) for name in NAMES if name}

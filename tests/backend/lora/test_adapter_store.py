@@ -16,10 +16,12 @@ _PROMPT = PROMPTS[4]
 
 
 def with_adapter(name):
+    """Return the sampling parameters of a request that uses an adapter."""
     return dataclasses.replace(PARAMS, lora_name=name)
 
 
 def answer(engine, name=""):
+    """Return the tokens of an answer with an adapter, or without an adapter if `name` is empty."""
     return engine.generate([_PROMPT], with_adapter(name))[0].outputs[0].token_ids
 
 
@@ -54,18 +56,19 @@ def engine(checkpoint):
 
 
 def test_an_adapter_is_loaded_replaced_and_unloaded_at_run_time(engine, folders):
-    plain = answer(engine)
+    plain_answer = answer(engine)
     engine.load_lora("x", folders["a"])
-    first = answer(engine, "x")
+    first_answer = answer(engine, "x")
     engine.load_lora("x", folders["b"])
-    second = answer(engine, "x")
-    assert plain != first != second
+    second_answer = answer(engine, "x")
+    assert plain_answer != first_answer != second_answer
     assert engine.lora_names == ["x"]
+
     engine.unload_lora("x")
     assert engine.lora_names == []
     with pytest.raises(RequestError, match=r"no adapter has the name 'x'. No adapter is loaded"):
         answer(engine, "x")
-    assert answer(engine) == plain
+    assert answer(engine) == plain_answer
 
 
 def test_unfinished_requests_keep_an_adapter_that_is_unloaded_or_replaced(engine, folders):
@@ -73,11 +76,14 @@ def test_unfinished_requests_keep_an_adapter_that_is_unloaded_or_replaced(engine
     expected = answer(engine, "x")
     engine.add_request("r", _PROMPT, with_adapter("x"))
     tokens = [token for update in engine.step() for token in update.new_token_ids]
+
     engine.load_lora("x", folders["b"])
     engine.unload_lora("x")
     while engine.has_work():
         tokens += [token for update in engine.step() for token in update.new_token_ids]
+
     assert tokens == expected
+    # When the next adapter is loaded, the old adapters are removed from the memory.
     engine.load_lora("y", folders["c"])
     assert len(engine._parts.adapters._resident) == 1
 
@@ -98,11 +104,12 @@ def test_adapters_over_the_limit_are_read_from_disk_again(checkpoint, folders, s
     engine.close()
 
 
-def test_a_request_waits_outside_if_adapters_in_use_fill_the_memory(checkpoint, folders, size):
+def test_a_request_is_refused_while_adapters_in_use_fill_the_memory(checkpoint, folders, size):
     engine = open_engine(checkpoint("llama"), lora_adapters=folders, lora_memory=size)
     engine.add_request("r", _PROMPT, with_adapter("a"))
     with pytest.raises(CapacityError, match="the adapters of unfinished requests leave only"):
         engine.add_request("s", _PROMPT, with_adapter("b"))
+
     while engine.has_work():
         engine.step()
     engine.add_request("s", _PROMPT, with_adapter("b"))
@@ -114,16 +121,18 @@ def test_a_request_waits_outside_if_adapters_in_use_fill_the_memory(checkpoint, 
 def test_changed_or_missing_files_refuse_only_requests_of_the_adapter(
     checkpoint, folders, size, tmp_path
 ):
-    for name in "ab":
-        shutil.copytree(folders[name], tmp_path / name)
-    paths = {name: str(tmp_path / name) for name in "ab"}
+    paths = {name: shutil.copytree(folders[name], str(tmp_path / name)) for name in "ab"}
+    # The memory has space for one adapter, so another adapter must be read again.
     engine = open_engine(checkpoint("llama"), lora_adapters=paths, lora_memory=size)
-    shutil.copy(f"{folders['c']}/adapter_model.safetensors", tmp_path / "a")
+
+    shutil.copy(f"{folders['c']}/adapter_model.safetensors", paths["a"])
     with pytest.raises(RequestError, match="the files of the adapter a have changed"):
         answer(engine, "a")
-    shutil.rmtree(tmp_path / "a")
+
+    shutil.rmtree(paths["a"])
     with pytest.raises(RequestError, match=r"the adapter a cannot be read again: .*No such file"):
         answer(engine, "a")
+
     answer(engine, "b")
     engine.close()
 
@@ -204,6 +213,7 @@ _Q = "base_model.model.model.layers.0.self_attn.q_proj"
     ],
 )
 def test_an_unsuitable_tensor_is_refused_by_name(changes, message, engine, folders, tmp_path):
+    # A change removes a tensor (None), inserts numbers ("nan", "huge") or sets the shape.
     folder = shutil.copytree(folders["a"], tmp_path / "x")
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, change in changes.items():
@@ -216,6 +226,7 @@ def test_an_unsuitable_tensor_is_refused_by_name(changes, message, engine, folde
         else:
             tensors[name] = torch.ones(change)
     save_file(tensors, folder / "adapter_model.safetensors")
+
     with pytest.raises(RequestError, match=message):
         engine.load_lora("x", str(folder))
 
@@ -231,6 +242,8 @@ def test_a_rank_that_differs_from_the_matrices_is_refused(settings, engine, fold
     with pytest.raises(RequestError, match=message):
         engine.load_lora("x", str(folder))
     assert engine.lora_names == []
+
+    # A pattern can give all layers the right rank.
     write_config(folder, r=8, rank_pattern={r".*_proj": 4})
     engine.load_lora("x", str(folder))
 
@@ -244,13 +257,16 @@ def test_an_adapter_with_float8_matrices_is_loaded(engine, folders, tmp_path):
     assert answer(engine, "x") != answer(engine)
 
 
-def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path):
+def test_a_folder_of_adapters_is_refused_with_the_folder_of_one_adapter(engine, tmp_path):
     with pytest.raises(RequestError, match=r"adapter_config.json: the file cannot be read"):
         engine.load_lora("x", str(tmp_path))
     (tmp_path / "sql").mkdir()
     write_config(tmp_path / "sql")
     with pytest.raises(RequestError, match=rf"folder of one adapter, such as {tmp_path}/sql\."):
         engine.load_lora("x", str(tmp_path))
+
+
+def test_missing_and_broken_weights_are_refused_by_name(engine, tmp_path):
     write_config(tmp_path)
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(RequestError, match=r"adapter_model.safetensors: .*safe_serialization"):
@@ -258,12 +274,24 @@ def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(RequestError, match=r"adapter_model.safetensors: the file is broken"):
         engine.load_lora("x", str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text(json.dumps([1]))
-    with pytest.raises(RequestError, match="peft_type must be LORA, but the file has None"):
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps([1]), "peft_type must be LORA, but the file has None"),
+        ("[" * 100_000, r"adapter_config.json: the file is not valid JSON"),
+    ],
+    ids=["a list", "deep nesting"],
+)
+def test_a_broken_config_of_an_adapter_is_refused_by_name(content, message, engine, tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(RequestError, match=message):
         engine.load_lora("x", str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
-    with pytest.raises(RequestError, match=r"adapter_config.json: the file is not valid JSON"):
-        engine.load_lora("x", str(tmp_path))
+
+
+def test_an_invalid_path_or_name_of_an_adapter_is_refused(engine, folders):
     with pytest.raises(RequestError, match="is not a valid path"):
         engine.load_lora("x", "/adapters\0x")
     with pytest.raises(RequestError, match=r"cannot be read \(File name too long\)"):

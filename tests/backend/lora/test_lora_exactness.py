@@ -55,11 +55,13 @@ def test_mixed_adapters_equal_merged_weights(family, tmp_path):
 def test_preempted_requests_keep_their_adapters(llama):
     folder, expected = llama
     engine = open_engine(folder / "0", lora_adapters=adapters(folder))
+    # The free blocks have space for 72 tokens, and the longest sequence has 56 tokens.
     pool = engine._parts.pool
-    held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
+    withheld_blocks = pool.allocate(pool.num_free - 72 // engine.info.block_size)
+
     assert answer_mixed(engine, check_blocks=False) == expected
     assert engine.stats().num_preemptions > 0
-    pool.release(held)
+    pool.release(withheld_blocks)
     engine.close()
 
 
@@ -76,24 +78,28 @@ def test_native_kernels_and_speculation_give_the_same_tokens(tmp_path):
 
 
 def test_steps_whose_adapters_need_hooks_do_not_use_the_compiled_forward_pass(llama):
-    folder, expected = llama
+    folder, (plain_answers, wide_answers, _) = llama
     # Without draft tokens, each token of an answer needs a step of its own.
     engine = open_engine(
         folder / "0", lora_adapters=adapters(folder), prepack=False, num_speculative_tokens=0
     )
-    num_compiled = []
     path = engine._parts.runner._path
+    num_compiled_steps = 0
 
-    def compiled(batch, attention):
-        num_compiled.append(batch.num_logits)
+    def run_compiled(batch, attention):
+        nonlocal num_compiled_steps
+        num_compiled_steps += 1
         return path._run_own_code(batch, attention)
 
-    path.use_compiled(compiled)
-    wide = dataclasses.replace(PARAMS, lora_name="wide")
-    assert engine.generate([PROMPTS[0]], wide)[0].outputs[0].token_ids == expected[1][0]
-    assert not num_compiled
-    assert engine.generate([PROMPTS[0]], PARAMS)[0].outputs[0].token_ids == expected[0][0]
-    assert len(num_compiled) == MAX_TOKENS
+    path.use_compiled(run_compiled)
+    with_lora = dataclasses.replace(PARAMS, lora_name="wide")
+    (output,) = engine.generate([PROMPTS[0]], with_lora)
+    assert output.outputs[0].token_ids == wide_answers[0]
+    assert num_compiled_steps == 0
+
+    (output,) = engine.generate([PROMPTS[0]], PARAMS)
+    assert output.outputs[0].token_ids == plain_answers[0]
+    assert num_compiled_steps == MAX_TOKENS
     engine.close()
 
 
@@ -118,8 +124,8 @@ def test_adapters_work_on_quantised_weights(checkpoint, tmp_path):
     write_both(tmp_path, BY_NAME["llama"].make())
     engine = open_engine(folder, lora_adapters=adapters(tmp_path), weight_dtype="int8")
     plain, wide, narrow = answer_mixed(engine, ("", "wide", "narrow"))
-    alone = engine.generate(PROMPTS, dataclasses.replace(PARAMS, lora_name="wide"))
-    assert [output.outputs[0].token_ids for output in alone] == wide
+    outputs_alone = engine.generate(PROMPTS, dataclasses.replace(PARAMS, lora_name="wide"))
+    assert [output.outputs[0].token_ids for output in outputs_alone] == wide
     assert plain != wide != narrow
     engine.close()
 
@@ -151,8 +157,9 @@ def test_a_small_kv_cache_still_serves_adapters_one_after_the_other(llama):
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_adapters_of_peft_equal_its_own_merged_model(use_rslora, tmp_path):
     peft = library("peft")
+    model_folder, adapter, merged = (tmp_path / name for name in ("model", "adapter", "merged"))
     model = BY_NAME["qwen3"].make()
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(model_folder)
     config = peft.LoraConfig(
         r=4,
         lora_alpha=16,
@@ -163,14 +170,15 @@ def test_adapters_of_peft_equal_its_own_merged_model(use_rslora, tmp_path):
         task_type="CAUSAL_LM",
     )
     with quiet():
-        adapted = peft.get_peft_model(model, config)
+        adapted_model = peft.get_peft_model(model, config)
         torch.manual_seed(3)
-        for name, parameter in adapted.named_parameters():
+        for name, parameter in adapted_model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-        adapted.save_pretrained(tmp_path / "adapter")
-        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
-    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["peft_version"]
-    engine = open_engine(tmp_path / "model", lora_adapters={"a": str(tmp_path / "adapter")})
-    assert answer_mixed(engine, ("a",)) == [reference(tmp_path / "merged")]
+        adapted_model.save_pretrained(adapter)
+        adapted_model.merge_and_unload().save_pretrained(merged)
+    assert json.loads((adapter / "adapter_config.json").read_text())["peft_version"]
+
+    engine = open_engine(model_folder, lora_adapters={"a": str(adapter)})
+    assert answer_mixed(engine, names=("a",)) == [reference(merged)]
     engine.close()

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from backend.torch_threads import use_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.attention.cpu import cpu_texts
@@ -130,12 +131,8 @@ def test_any_attention_of_any_texts_equals_its_definition(name, dtype):
         query = random_heads(num_key_heads * queries_per_key_head, key_dim)
         key = random_heads(num_key_heads, key_dim)
         value = random_heads(num_key_heads, value_dim)
-        previous_num_threads = torch.get_num_threads()
-        torch.set_num_threads(num_threads)
-        try:
+        with use_threads(num_threads):
             attended = attend_texts((query, key, value), native_texts(lengths), options)
-        finally:
-            torch.set_num_threads(previous_num_threads)
         assert_equals_definition(attended, (query, key, value), lengths, options)
 
     with forced_instruction_set(name):

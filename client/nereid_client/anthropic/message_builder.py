@@ -269,12 +269,14 @@ def _tool_input(arguments: str) -> Json:
     """Return the arguments of a tool call as an object.
 
     If the arguments are not a JSON object, return an object that contains their text. This happens,
-    for example, if the model reaches max_tokens inside the arguments.
+    for example, if the model reaches max_tokens inside the arguments, or writes a value such as NaN
+    or half of a surrogate pair, which Python reads although JSON does not allow it.
 
     Example: '{"a": ' returns {"unparsed_arguments": '{"a": '}.
     """
     try:
         parsed = json.loads(arguments or "{}")
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # checks the values
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"unparsed_arguments": arguments}

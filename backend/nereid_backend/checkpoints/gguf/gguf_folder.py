@@ -25,7 +25,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # The name of the folder depends on this version number. Increase the number if this module is
 # changed and writes different files. Nereid then creates a new folder and ignores the old folder.
-_VERSION = 6
+_VERSION = 7
 _TOKENIZER = "tokenizer.ggml."
 # The values of general.type in files that contain no model.
 _KINDS_WITHOUT_MODEL = ("adapter", "mmproj", "imatrix")

@@ -153,7 +153,9 @@ def analyze_checkpoint_template(
     declared_format = find_quarantined(jinja_source)
     # Other templates may contain the texts by which quarantine.py recognises a template, so the
     # format is inferred, too. The inferred format is used if it parses more messages correctly.
-    entries = (declared_format,) if declared_format is None else (declared_format, None)
+    entries: list[QuarantineEntry | None] = [None]
+    if declared_format is not None:
+        entries.insert(0, declared_format)  # The first of two equally good formats is used.
     analyses = []
     for entry in entries:
         # `prober` renders test conversations with the template, and stores the findings for the
@@ -249,13 +251,13 @@ def _check_declared_format(
     from which the template reads reasoning.
     """
     reasoning = find_rendered_reasoning(turn)
-    turn.prober.form = reasoning.form  # All later renderings need this form.
+    turn.prober.form = reasoning.form  # The conversations below are rendered in this form.
     tools = _compare_declared_calls(turn, renders_calls=renders_calls)
     end_markers = find_content_markers(turn, reasoning).end_markers
+    turn_with_ends = replace(turn, end_markers=end_markers)
     # The declaration already contains the markers around the content, so the findings omit them.
     findings = Findings(reasoning, tools)
-    fmt = declared_format.make_format(end_markers)
-    checked = check_format(fmt, replace(turn, end_markers=end_markers), findings)
+    checked = check_format(declared_format.make_format(end_markers), turn_with_ends, findings)
     return checked._replace(problems=(*checked.problems, _describe_declaration(declared_format)))
 
 
@@ -265,12 +267,12 @@ def _describe_declaration(entry: QuarantineEntry) -> str:
 
 
 def _compare_declared_calls(turn: ModelTurn, *, renders_calls: bool) -> ToolFindings:
-    """Compare renderings of tool calls for the report, if quarantine.py declares their format.
+    """Compare renderings of tool calls for the report. The format of the tool calls is declared.
 
-    One comparison adds a tool call to a message (T1), and the other adds a second tool call (T2).
-    The result states whether one message can have several tool calls. Its attribute `part` is None,
-    because the declared format already contains the form of the tool calls. `renders_calls` states
-    whether the template renders tool calls.
+    The comparison "T1" adds a tool call to a message, and "T2" adds a second tool call. The result
+    states whether one message can have several tool calls. Its attribute `part` is None, because
+    the declared format already contains the form of the tool calls. `renders_calls` states whether
+    the template renders tool calls.
 
     Mutates: `turn.prober`, which records both comparisons.
     """

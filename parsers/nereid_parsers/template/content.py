@@ -169,7 +169,8 @@ def _wrapper_beside_calls(text_of_call: str, text_of_both: str) -> Wrapper | Non
     if wrapper is None:
         return None
     empty_content = rf"\s*{re.escape(wrapper.open)}\s*{re.escape(wrapper.close)}"
-    return wrapper if re.match(empty_content, text_of_call) is not None else None
+    has_empty_content = re.match(empty_content, text_of_call) is not None
+    return wrapper if has_empty_content else None
 
 
 def _markers_around_content(text: str) -> Wrapper | None:
@@ -226,28 +227,29 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Return the markers that follow the content and end the message. Return [] if there are none.
 
     `after` is the text after the content of an answer. The first marker in this text ends the
-    message. Any other text ends the message only if it also ends a user's message. There are four
+    message. Any other text ends the message only if it also ends a user's message. There are five
     cases:
 
         case   after an answer           after a user's message    result
-        1      {end}                     {end}                     ["{end}"]
-        2      <|eom|><|eot|>            <|eot|>                   ["<|eom|>", "<|eot|>"]
-        3      <|end|>message<|sep|>     <|end|>message<|sep|>     ["<|end|>message<|sep|>"]
-        4      <|im_end|><|other|>       <|im_end|>                ["<|im_end|>"]
+        1      EOS_TOKEN                 any text                  []
+        2      {end}                     {end}                     ["{end}"]
+        3      <|eom|><|eot|>            <|eot|>                   ["<|eom|>", "<|eot|>"]
+        4      <|end|>message<|sep|>     <|end|>message<|sep|>     ["<|end|>message<|sep|>"]
+        5      <|im_end|><|other|>       <|im_end|>                ["<|im_end|>"]
     """
     after_content = after.lstrip()
     after_user_message = turn.after_user_message.lstrip()
     first_marker = leading_marker(after_content)
     if first_marker == EOS_TOKEN:
-        return []  # EOS_TOKEN is the placeholder of an unknown token. No model writes it.
+        return []  # Case 1: EOS_TOKEN is the placeholder of an unknown token. No model writes it.
     if not first_marker:
         end_text = _end_in_punctuation(after_content, after_user_message, turn.header)
-        return [] if end_text is None else [end_text]  # Case 1
-    return (
-        _two_end_markers(after_content, after_user_message, turn.header)  # Case 2
-        or _end_markers_with_words(after_content, after_user_message, turn.header)  # Case 3
-        or [first_marker]  # Case 4
-    )
+        return [] if end_text is None else [end_text]  # Case 2
+    two_markers = _two_end_markers(after_content, after_user_message, turn.header)
+    if two_markers:
+        return two_markers  # Case 3
+    with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
+    return with_words or [first_marker]  # Cases 4 and 5
 
 
 def _end_in_punctuation(after_content: str, after_user_message: str, header: str) -> str | None:
@@ -280,10 +282,11 @@ def _two_end_markers(after_content: str, after_user_message: str, header: str) -
     ['<|eom|>', '<|eot|>']
     """
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
-    if not second or second in (first, EOS_TOKEN):  # No model writes the placeholder EOS_TOKEN.
+    if second in ("", first, EOS_TOKEN):  # No model writes the placeholder EOS_TOKEN.
         return []
     ends_user_message = second in first_two(leading_markers(after_user_message))
-    return [first, second] if ends_user_message and second not in header else []
+    ends_answer = ends_user_message and second not in header
+    return [first, second] if ends_answer else []
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
@@ -303,11 +306,10 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
         return []
     next_match = MARKER.match(after_content.removeprefix(turn_end))
     next_marker = "" if next_match is None else next_match.group()
-    # A marker of the header opens the next message. No model writes the placeholder EOS_TOKEN.
-    if not next_marker or next_marker in (*markers(header), EOS_TOKEN):
-        return [turn_end]
     ends_user_message = after_user_message.startswith(turn_end + next_marker)
-    return [turn_end, next_marker] if ends_user_message else [turn_end]
+    # A marker of the header opens the next message. No model writes the placeholder EOS_TOKEN.
+    is_end_marker = next_marker not in ("", *markers(header), EOS_TOKEN)
+    return [turn_end, next_marker] if ends_user_message and is_end_marker else [turn_end]
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:

@@ -140,14 +140,14 @@ def _find_turn_start(prober: Prober, prompts: Sequence[str], answers: Sequence[s
         answers: The text after the user's question in each rendered answer.
     """
     question = _rendered_question(prober)
-    default_prompt = prober.render(_PROMPT) or question
+    default_prompt = prober.render(_PROMPT) or question  # The template may fail to render a prompt.
     generation_prompt = _cut_generation_prompt(question, default_prompt)
+    if not generation_prompt.strip():
+        # Some templates ignore `add_generation_prompt` and write the header after every question,
+        # as in `QUESTION<|end|><|assistant|>`. Then all text after the question opens the turn.
+        return _prefix_of_all_answers(text_after_last(default_prompt, USER_TEXT), answers)
     prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-    if generation_prompt.strip():
-        return _prefix_in_all_renderings(generation_prompt, [*answers, *prompt_ends])
-    # Some templates ignore `add_generation_prompt` and write the header after every question, as in
-    # `QUESTION<|end|><|assistant|>`. Then all text after the question opens the turn.
-    return _prefix_of_all_answers(text_after_last(default_prompt, USER_TEXT), answers)
+    return _prefix_in_all_renderings(generation_prompt, [*answers, *prompt_ends])
 
 
 def _drop_start_of_answer(turn_start: str, answers: Sequence[str], user_header: str) -> str:
@@ -206,7 +206,8 @@ def _prefix_in_all_renderings(generation_prompt: str, renderings: Sequence[str])
     """
     # In the example, these prefixes are `<|a|>` and `<|a|><think>`.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
-    return min(filter(None, prefixes), key=len, default=generation_prompt)
+    found_prefixes = [prefix for prefix in prefixes if prefix]
+    return min(found_prefixes, key=len, default=generation_prompt)
 
 
 def _prefix_of_all_answers(after_question: str, answers: Sequence[str]) -> str:
@@ -331,11 +332,11 @@ def _user_header(rendered_question: str) -> str:
     roles = list(_USER_WORD.finditer(end_of_text))
     if not roles:
         return ""
-    last_role = roles[-1]
-    for marker in reversed(list(MARKER.finditer(end_of_text))):
-        if marker.start() <= last_role.start():
-            return end_of_text[marker.start() :]
-    return ""
+    last_role_start = roles[-1].start()
+    starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
+    # A marker that contains the role starts before the role, too.
+    starts_before_role = [start for start in starts if start <= last_role_start]
+    return end_of_text[starts_before_role[-1] :] if starts_before_role else ""
 
 
 def _drop_text_after_role(turn_start: str, user_header: str) -> str:

@@ -326,23 +326,24 @@ def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None
     before_content, _, _ = message.partition(CONTENT_TEXT)
     return _MarkupBeforeCall(
         turn_markers=_turn_markers_between(between, renderer.turn.header.strip()),
-        content_opening=_special_content_opening(renderer, before_content),
+        content_opening=_opening_only_with_calls(renderer, before_content),
     )
 
 
-def _special_content_opening(renderer: CallRenderer, before_content: str) -> str:
+def _opening_only_with_calls(renderer: CallRenderer, before_content: str) -> str:
     """Return the text that opens the content only in messages with a tool call, or "".
 
-    Example: `<|answer|>` opens the content of messages without tool calls. If `before_content`, the
-    text before the content of a message with a tool call, is `<|note|>`, the result is `<|note|>`.
-    If `before_content` is `<|answer|>`, the result is "".
+    `before_content` is the text before the content of a message with a tool call. Examples, if
+    `<|answer|>` opens the content of messages without tool calls: the text `<|note|>` gives
+    `<|note|>`, and the text `<|answer|>` gives "".
     """
     if renderer.wrapper is None:
         return ""  # No text opens the content of messages without tool calls.
-    usual_opening = renderer.wrapper.open.strip()
     opening = strip_reasoning_markers(before_content, renderer.reasoning).strip()
-    starts_with_marker = bool(leading_marker(opening))  # Other text belongs to the content.
-    return opening if starts_with_marker and opening != usual_opening else ""
+    if not leading_marker(opening):
+        return ""  # The text is not a marker, so it belongs to the content.
+    opening_without_calls = renderer.wrapper.open.strip()
+    return "" if opening == opening_without_calls else opening
 
 
 def _record_content_before_call(prober: Prober, before_call: _MarkupBeforeCall) -> None:

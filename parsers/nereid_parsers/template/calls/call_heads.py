@@ -23,10 +23,11 @@ ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 # name `f`. These are the patterns of such ids, with and without "functions.".
 _NUMBERED_ID = "functions.{name}:{number}"
 _SHORT_NUMBERED_ID = "{name}:{number}"
+_ID_FIELD = "{id}"
 # Each key is a text in a rendered tool call. Each value is the field that replaces this text in the
 # pattern of the tool call. COUNTER_MARK and ID_MARK are the placeholder characters for the number
 # and the id of a tool call.
-_FIELD_OF_TEXT = {FIRST_TOOL: "{name}", COUNTER_MARK: "{number}", ID_MARK: "{id}"}
+_FIELD_OF_TEXT = {FIRST_TOOL: "{name}", COUNTER_MARK: "{number}", ID_MARK: _ID_FIELD}
 
 
 class _TextBeforeName(NamedTuple):
@@ -48,12 +49,11 @@ class _HeaderForm(NamedTuple):
     Attributes:
         head: The pattern of the header, such as `<call>{name}:{number}`.
         id: The template of the tool call's id, such as `{name}:{number}`. The parser fills in the
-            fields of the header. By default, the id is the field `{id}` of the header, and a header
-            without this field gives no id.
+            fields of the header. If the header lacks one of the fields, the tool call has no id.
     """
 
     head: str
-    id: str = "{id}"
+    id: str
 
 
 def calls_with_head(
@@ -97,8 +97,8 @@ def _split_text_before_name(text: str, body: ArgumentsBody) -> _TextBeforeName:
     without_space = text.lstrip()
     marker = _opening_marker(without_space)
     if _starts_each_argument(marker, body):
-        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` alone does not show where a tool call
-        # starts. Therefore, the marker becomes a part of the header.
+        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` also precedes the argument `a`, so it does
+        # not show where a tool call starts. Therefore, the marker becomes a part of the header.
         return _TextBeforeName(opening="", head_start=text)
     head_start = without_space.removeprefix(marker).lstrip()
     opening_length = len(text) - len(head_start)
@@ -146,16 +146,16 @@ def _forms_of_header(head: str) -> list[_HeaderForm]:
     _HeaderForm(head='<call>{name}:{number}', id='{name}:{number}')
     _HeaderForm(head='<call>{name}', id='{id}')
 
-    The parser builds the id of the tool call from the attribute `id`. The last header has no field
-    `{id}`, so the tool call has no id.
+    The parser builds the id of the tool call from the attribute `id`. `{id}` means that the id is
+    the text of the field `{id}` in the header, if there is this field.
     """
     before_id, numbered_id, after_id = head.partition(_NUMBERED_ID)
     if not numbered_id:
-        return [_HeaderForm(head)]
+        return [_HeaderForm(head, id=_ID_FIELD)]
     return [
         _HeaderForm(head, id=_NUMBERED_ID),
         _HeaderForm(before_id + _SHORT_NUMBERED_ID + after_id, id=_SHORT_NUMBERED_ID),
-        _HeaderForm(before_id + "{name}" + after_id),
+        _HeaderForm(before_id + "{name}" + after_id, id=_ID_FIELD),
     ]
 
 

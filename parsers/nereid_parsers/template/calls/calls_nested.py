@@ -109,13 +109,14 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
 def _move_marker_to_next_tag(markup: ListMarkup, marker: str) -> ListMarkup:
     """Move the marker at the end of `item_close` to the start of the tags that follow the marker.
 
-    Example: in `#<all>#<c>f..#</c>#<c>g..#</c>#</all>`, the marker `#` precedes every tag. The text
-    `#</c>#` follows both tool calls, so `markup` contains this text as `item_close`. But the last
-    `#` of this text belongs to the next tag, `<c>` or `</all>`:
+    Example: in `@@<all>@@<c>f..@@</c>@@<c>g..@@</c>@@</all>`, the marker `@@` precedes every tag.
+    In `markup`, the closing text of a call is `@@</c>@@`, because this text follows both calls. But
+    its second `@@` belongs to the next tag, which is the second `<c>` or `</all>`:
 
-    >>> markup = ListMarkup("#<all>#", item_open="<c>", item_close="#</c>#", close="</all>")
-    >>> _move_marker_to_next_tag(markup, "#")
-    ListMarkup(open='#<all>', item_open='#<c>', item_close='#</c>', separator='', close='#</all>')
+    >>> markup = ListMarkup("@@<all>@@", item_open="<c>", item_close="@@</c>@@", close="</all>")
+    >>> fixed = _move_marker_to_next_tag(markup, "@@")
+    >>> fixed.open, fixed.item_open, fixed.item_close, fixed.close
+    ('@@<all>', '@@<c>', '@@</c>', '@@</all>')
 
     Return `markup` unchanged if `item_close` does not end with the marker.
     """
@@ -123,7 +124,7 @@ def _move_marker_to_next_tag(markup: ListMarkup, marker: str) -> ListMarkup:
         return markup
     return replace(
         markup,
-        open=markup.open.removesuffix(marker),  # This marker belongs to the first `<c>`.
+        open=markup.open.removesuffix(marker),  # The removed marker belongs to the first `<c>`.
         item_open=marker + markup.item_open,
         item_close=markup.item_close.removesuffix(marker),
         close=marker + markup.close,

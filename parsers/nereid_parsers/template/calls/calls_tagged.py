@@ -27,7 +27,7 @@ from nereid_parsers.template.conversation import (
     SECOND_VALUE,
     SPECIAL_VALUE,
 )
-from nereid_parsers.template.difference import difference, drop_common_suffix
+from nereid_parsers.template.difference import common_suffix, difference
 from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
 # Matches a word, or a single character outside the words, such as `=`.
@@ -205,13 +205,9 @@ def _add_escapes(tags: TaggedArguments, rendered_call: str) -> TaggedArguments:
 def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArguments:
     """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
-    Example: if a template writes `<p k="a">x</p>` and `<p k="a">41</p>`, the result contains the
-    tags `<p k="{key}">` and `</p>`.
-
-    Args:
-        texts: The rendered tool calls. `texts.number` is a tool call whose argument is a number.
-        markup: The markup of tool calls whose arguments are strings. In the example,
-            `arguments.item_open` is `<p k="`, and `before_value` is `">`.
+    Example: if a template writes the string `<p k="a">x</p>` and the number `<p k="a">41</p>`, the
+    result contains the tags `<p k="{key}">` and `</p>`. `texts` are the rendered tool calls, and
+    `markup` is the text around their names, keys and strings.
     """
     arguments = markup.arguments
     around_string = _TextAroundArgument(
@@ -220,14 +216,25 @@ def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArgument
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
     string_close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(around_string.opening_tag(), string_close)
-    number_in_call = _text_around_argument(texts.number, _NUMBER_TEXT)
-    if number_in_call is None:  # The template does not render the number as "41".
+    around_number = _text_around_number(texts.number, arguments)
+    if around_number is None:
         return string_tags
-    # In `><p k="`, the text `>` belongs to the header of the tool call, not to the argument.
-    before_key = number_in_call.before_key.removeprefix(arguments.open)
-    # The parser finds an argument only by the text before its key, so this text must not be "".
-    around_number = number_in_call._replace(before_key=before_key or arguments.item_open)
     return _add_tags_of_number(string_tags, around_string, around_number)
+
+
+def _text_around_number(call: str, arguments: ListMarkup) -> _TextAroundArgument | None:
+    """Return the texts around the argument of a rendered tool call, if this argument is "41".
+
+    Return None if the template does not render the number 41 as "41". `arguments` is the markup of
+    arguments that are strings.
+    """
+    around_number = _text_around_argument(call, _NUMBER_TEXT)
+    if around_number is None:
+        return None
+    # In `><p k="`, the text `>` belongs to the header of the tool call, not to the argument.
+    before_key = around_number.before_key.removeprefix(arguments.open)
+    # The parser finds an argument only by the text before its key, so this text must not be "".
+    return around_number._replace(before_key=before_key or arguments.item_open)
 
 
 def _add_tags_of_number(
@@ -240,21 +247,22 @@ def _add_tags_of_number(
     `around_string` and `around_number` are the texts around two rendered arguments, a string and a
     number. There are three cases:
 
-        string                       number                      opening tags in the result
-        <p k="a" type="str">x</p>    <p k="a" type="int">41</p>  <p k="{key}" type="{type}">
-        <p k="a">x</p>               <p k="a">41</p>             <p k="{key}">
-        <text k="a">x</text>         <json k="a">41</json>       <text k="{key}">, <json k="{key}">
+        case   string                      number                       opening tags in the result
+        1      <p k="a" type="str">x</p>   <p k="a" type="int">41</p>   <p k="{key}" type="{type}">
+        2      <p k="a">x</p>              <p k="a">41</p>              <p k="{key}">
+        3      <str k="a">x</str>          <int k="a">41</int>          <str k="{key}">, and
+                                                                        <int k="{key}"> in `also`
     """
     tag_with_type = _opening_tag_with_type(around_string, around_number)
     if tag_with_type is not None:
-        return replace(string_tags, open=tag_with_type)
+        return replace(string_tags, open=tag_with_type)  # Case 1
     number_close = _closing_tag_of_number(
         around_number.after_value, around_string.after_value, string_close=string_tags.close
     )
     number_tags = TaggedArguments(around_number.opening_tag(), number_close)
     if number_tags == string_tags:
-        return string_tags
-    return replace(string_tags, also=(number_tags,))
+        return string_tags  # Case 2
+    return replace(string_tags, also=(number_tags,))  # Case 3
 
 
 def _closing_tag_of_number(after_number: str, after_string: str, string_close: str) -> str:
@@ -275,12 +283,12 @@ def _closing_tag_of_number(after_number: str, after_string: str, string_close: s
         after_string: The text from the end of a string to the end of a tool call.
         string_close: The closing tag of a string, and the closing quote before the tag, if any.
     """
-    # Both texts end with `</call>`. `drop_common_suffix` compares whole tags, not characters.
-    number_close = drop_common_suffix(after_number, after_string)
-    if number_close:
-        return number_close
-    # `after_string` ends with `after_number`, and only a closing quote can precede this text.
-    closing_quote = after_string.removesuffix(after_number)
+    # `common_end` consists of whole tags. In the first example, it is `</call>`. In the second
+    # example, it is `</arg></call>`, so the two closing tags are equal.
+    common_end = common_suffix(after_number, after_string)
+    if common_end != after_number:
+        return after_number.removesuffix(common_end)
+    closing_quote = after_string.removesuffix(common_end)
     return string_close.removeprefix(closing_quote)
 
 

@@ -123,10 +123,10 @@ def _writer_of_opening(turn: ModelTurn, reasoning: Reasoning) -> Opener:
 def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
     """Return the markers of reasoning, such as `<think>`. Return None if no markers are found.
 
-    The markers are searched in four places: a rendered message with reasoning, the generation
-    prompts, the instructions of a prompt, and the source of the template. The first place that
-    contains markers gives the result. If `conversation` is None, the template renders no reasoning,
-    and no rendered message is searched.
+    The first successful search gives the result. The markers are searched in a rendered message
+    with reasoning, in the generation prompts, in the instructions of a prompt, and in two ways in
+    the source of the template. If `conversation` is None, the template renders no reasoning, and no
+    rendered message is searched.
 
     Mutates: `turn.prober`, which records the successful search for the report.
     """
@@ -169,8 +169,7 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
     """
     texts = _texts_around_reasoning(turn, conversation)
     pair = _markers_of_reasoning(turn, texts.before_reasoning, texts.after_reasoning)
-    is_marker_missing = not pair.opening.strip() or not pair.closing.strip()
-    if is_marker_missing:
+    if pair is None:
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
             f"between {texts.before_reasoning!r} and {texts.after_reasoning!r}."
@@ -227,20 +226,19 @@ def _without_reasoning(conversation: Conversation) -> Conversation:
     return replace(conversation, answer=replace(answer, reasoning=""))
 
 
-def _markers_of_reasoning(turn: ModelTurn, before: str, after_reasoning: str) -> MarkerPair:
+def _markers_of_reasoning(turn: ModelTurn, before: str, after_reasoning: str) -> MarkerPair | None:
     """Return the opening and closing markers of reasoning, such as `<think>` and `</think>`.
 
     `before` and `after_reasoning` are the texts around the reasoning in a rendered message. If
     neither the message nor a prompt contains the opening marker, this marker is derived from the
     closing marker: `<think>` from `</think>`. A derived marker must occur in the template or in a
-    prompt. If a marker is missing, the result contains "" or only the white space at its place.
+    prompt. Return None if one of the two markers is missing.
     """
-    opening = _opening_before_reasoning(turn, text_before_reasoning=before)
-    if opening:
-        return MarkerPair(opening, closing_marker(after_reasoning, opening))
-    closing = closing_marker(after_reasoning, opening="")
-    possible_openings = opening_spellings(closing.strip())
-    return MarkerPair(first_used_marker(turn, possible_openings), closing)
+    found_opening = _opening_before_reasoning(turn, text_before_reasoning=before)
+    closing = closing_marker(after_reasoning, found_opening)
+    opening = found_opening or first_used_marker(turn, opening_spellings(closing.strip()))
+    is_marker_missing = not opening.strip() or not closing.strip()
+    return None if is_marker_missing else MarkerPair(opening, closing)
 
 
 def _opening_before_reasoning(turn: ModelTurn, text_before_reasoning: str) -> str:

@@ -75,13 +75,14 @@ def first_marker(text: str) -> str:
 def opening_of_reasoning(before: str) -> str:
     r"""Return the end of `before` that opens the reasoning, with the white space around this text.
 
-    `before` is the text before the reasoning. Without a marker, words open the reasoning:
+    `before` is the text before the reasoning. Words open the reasoning if there is no marker, or if
+    the words follow the last marker:
 
     >>> opening_of_reasoning("\nI think:\n"), opening_of_reasoning("<|start|>\nI think:\n")
     ('I think:\n', '\nI think:\n')
 
-    Otherwise, the last marker opens the reasoning. In the second example, this marker is `<|sep|>`,
-    and the result also contains the text that is joined to the marker without white space:
+    Otherwise, the last marker opens the reasoning, together with the text that directly precedes
+    the marker without white space:
 
     >>> opening_of_reasoning("Hello.\n<think>\n"), opening_of_reasoning("Hi. <|open|>think<|sep|>")
     ('\n<think>\n', ' <|open|>think<|sep|>')
@@ -91,8 +92,9 @@ def opening_of_reasoning(before: str) -> str:
         return before.lstrip("\n")
     last_marker = all_markers[-1]
     after_marker = before[last_marker.end() :]
-    if _SPACE_AND_WORD.match(after_marker):
-        return after_marker  # The words after the marker open the reasoning.
+    starts_with_words = _SPACE_AND_WORD.match(after_marker) is not None
+    if starts_with_words:
+        return after_marker
     joined_text = _last_word_with_space(before[: last_marker.start()])
     return joined_text + last_marker.group() + after_marker
 
@@ -147,7 +149,9 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
     """
     # `compound` is "" if `opening` ends after its first marker, or contains no marker.
     compound = compound_closing(after_reasoning, opening.strip())
-    return compound or _leading_markup(after_reasoning)
+    if compound:
+        return compound
+    return _leading_markup(after_reasoning)
 
 
 def _leading_markup(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from nereid_backend.errors import RequestError
 from nereid_backend.request_field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
-from nereid_backend.serving.tokenizer.surrogate_pairs import refuse_surrogates
+from nereid_backend.serving.tokenizer.surrogate_pairs import has_surrogates
 from nereid_backend.vision.refused_parts import refused_part
 
 # One of these content parts replaces each image, video or audio file in a message before the
@@ -328,10 +328,10 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
 def _parse_arguments(text: str, index: int, limits: RequestLimits) -> dict[str, Any]:
     """Parse the arguments (JSON text) of a tool call in the message at position `index`.
 
-    If the arguments are not a JSON object, return an object that contains their text, as the
-    frontend does for Anthropic's API. A model has written the arguments, for example until it
-    reached max_tokens, and agents send them back in each later request of the conversation. An
-    error would therefore end the conversation.
+    If the arguments are not a JSON object, or contain half of a surrogate pair, return an object
+    that contains their text, as the frontend does for Anthropic's API. A model has written the
+    arguments, for example until it reached max_tokens, and agents send them back in each later
+    request of the conversation. An error would therefore end the conversation.
 
     The limits are checked before and after parsing. A short JSON text can contain very many values
     or very deeply nested values, and such values would need too much memory.
@@ -340,7 +340,7 @@ def _parse_arguments(text: str, index: int, limits: RequestLimits) -> dict[str, 
     returns `{"unparsed_arguments": '{"city": '}`.
 
     Raises:
-        RequestError: the text exceeds a limit, or contains half of a surrogate pair.
+        RequestError: the text exceeds a limit.
     """
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)
@@ -351,7 +351,7 @@ def _parse_arguments(text: str, index: int, limits: RequestLimits) -> dict[str, 
     except RecursionError:
         raise limits.depth_error(field) from None
     limits.check_values_and_depth({field: arguments})
-    refuse_surrogates(field, text, arguments)
     if arguments is None:
         return {}
-    return arguments if isinstance(arguments, dict) else {"unparsed_arguments": text}
+    is_valid = isinstance(arguments, dict) and not has_surrogates(text, arguments)
+    return arguments if is_valid else {"unparsed_arguments": text}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Refuses JSON texts that contain half of a surrogate pair.
+r"""Finds and refuses JSON texts that contain half of a surrogate pair.
 
 In JSON, an escaped character whose code is greater than 65,535 is a surrogate pair: two escape
 sequences. Example: an emoji is "\ud83d\ude00". Half of a pair, such as "\ud800", is not a valid
@@ -27,11 +27,24 @@ def refuse_surrogates(field: str, text: str, value: object) -> None:
         RequestError: the value contains half of a surrogate pair.
         RecursionError: the value is nested too deeply.
     """
+    if has_surrogates(text, value):
+        raise RequestError(
+            f"{field}: a text contains half of a surrogate pair, which is not a valid character."
+        )
+
+
+def has_surrogates(text: str, value: object) -> bool:
+    """Return whether the JSON value `value` contains half of a surrogate pair.
+
+    The arguments are those of `refuse_surrogates`.
+
+    Raises:
+        RecursionError: the value is nested too deeply.
+    """
     if not _ESCAPED_SURROGATE.search(text):
-        return  # This search is faster than the encoding below.
+        return False  # This search is faster than the encoding below.
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RequestError(
-            f"{field}: a text contains half of a surrogate pair, which is not a valid character."
-        ) from None
+        return True
+    return False

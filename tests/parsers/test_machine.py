@@ -470,11 +470,13 @@ def test_python_literals_become_json(written, value):
 
 
 @pytest.mark.parametrize("size", [1, 2, 10**9])
-def test_python_calls_may_have_arguments_whose_names_python_does_not_allow(size):
-    text = "[f(Content-Type='a', x.y='b'), f(x-y=1)]"
-    message = parsed(get_format("pythonic"), text, size)
-    first = ("f", {"Content-Type": "a", "x.y": "b"})
-    assert calls(message) == [first, ("f", {"x-y": 1})]
+@pytest.mark.parametrize("name", ["f", "3d-render", "docs:search", "a/b"])
+def test_python_calls_may_have_names_that_python_does_not_allow(name, size):
+    keys = ("Content-Type", "x.y", "$filter", "@type", "1", "a/b", "xml:lang")
+    arguments = ", ".join(f"{key}='x, y'" for key in keys)
+    message = parsed(get_format("pythonic"), f"[{name}({arguments}), {name}(x-y=1)]", size)
+    first = (name, dict.fromkeys(keys, "x, y"))
+    assert calls(message) == [first, (name, {"x-y": 1})]
 
 
 @pytest.mark.parametrize(

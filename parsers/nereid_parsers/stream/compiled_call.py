@@ -41,7 +41,7 @@ from nereid_parsers.tool_declarations import (
 )
 
 _NEVER = "(?!)"  # A regex that never matches.
-_NAME_START = r"[^\W\d]"  # A regex for the first character of a function's name.
+_NAME_START = r"\w"  # A regex for the first character of a function's name.
 
 
 class SectionMarkers(NamedTuple):

@@ -18,7 +18,8 @@ from nereid_parsers.stream.values.python_literals import LiteralReader
 from nereid_parsers.stream.values.python_strings import KEYWORD, PYTHON, Dialect
 from nereid_parsers.tool_declarations import PythonCalls
 
-_match_function_name = re.compile(r"[^\W\d][\w.\-]*").match
+# A function may have a name that Python does not allow, such as `3d-render` or `docs:search`.
+_match_function_name = re.compile(r"\w[\w.\-:/]*").match
 _match_keyword = re.compile(KEYWORD).match
 # Matches the opening bracket and the start of the arguments: `()` or `(a=1`, but not `(a == 1`.
 _match_arguments_start = re.compile(rf"\(\s*(?:\)|{KEYWORD}\s*=[^=])").match

@@ -25,8 +25,8 @@ _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
 # A regex for the name of an argument. A tool may have names that Python does not allow, such as
-# `Content-Type`.
-KEYWORD = r"[^\W\d][\w.\-]*"
+# `Content-Type` or `$filter`.
+KEYWORD = r"[\w$@][\w.\-:/$@]*"
 # Each of these regexes matches a text that can follow the closing quote of a string, such as `,`.
 # The regexes also match at the end of the received text (`\Z`), because the missing characters may
 # still arrive.

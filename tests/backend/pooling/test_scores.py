@@ -231,6 +231,7 @@ def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
         "module_output_name": "causal_logits",
     }
     (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    pairs = [*pairs, ("w1 w2", "")]
 
     scores = Reranker(str(folder), task="auto", num_threads=1).score(pairs)
 
@@ -250,6 +251,14 @@ def test_a_long_document_is_truncated_and_the_text_after_it_stays(judge_folder):
     # The query and the template have 10 of the 128 tokens.
     start_of_document = " ".join(document.split()[: 128 - 10])
     np.testing.assert_allclose(score, reranker.score([(query, start_of_document)]), atol=1e-5)
+
+
+def test_an_empty_document_after_a_query_that_is_too_long_still_counts_as_a_document(encoder_of):
+    folder = str(encoder_of("bert", "sequence", num_labels=1))
+    pairs = [(text(random.Random(1), 200), "")]
+    score = Reranker(folder, num_threads=1).score(pairs, truncate=True)
+    expected = CrossEncoder(folder, device="cpu").predict(pairs)
+    np.testing.assert_allclose(score, expected, rtol=0, atol=1e-5)
 
 
 def test_reranking_without_a_head_is_refused_with_the_reason(encoder_of):

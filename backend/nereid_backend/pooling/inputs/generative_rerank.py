@@ -179,8 +179,10 @@ class GenerativeReranker:
         truncation: dict[str, Any] = {}
         if limit is not None:
             truncation = {"truncation": "longest_first", "max_length": limit}
-        encoded: Any = self._tokenizer(query, document, verbose=False, **truncation)
-        ids: list[int] = encoded["input_ids"]
+        # The tokenizer gets lists, because it would ignore an empty document that is not in a list.
+        encoded: Any = self._tokenizer([query], [document], verbose=False, **truncation)
+        ids: list[int]
+        (ids,) = encoded["input_ids"]
         return ids
 
     def _render(self, query: str, document: str, instruction: str | None) -> str:

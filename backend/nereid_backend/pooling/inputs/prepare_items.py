@@ -352,14 +352,18 @@ class ItemPreparer:
             return ids, types
         self._check_truncation(item, len(ids), limit, limit_name)
         # Tokenise again, because cutting the list of ids would remove the special token at the end.
+        # The tokenizer gets lists with one text each, because it would ignore an empty second text
+        # that is not in a list.
         encoded: Any = self._tokenizer(
-            *_texts_of(item),
+            *([text] for text in _texts_of(item)),
             truncation="longest_first",
             max_length=limit,
             return_token_type_ids=self._wants_types,
             verbose=False,
         )
-        return encoded["input_ids"], encoded.get("token_type_ids")
+        (kept_ids,) = encoded["input_ids"]
+        (kept_types,) = encoded.get("token_type_ids") or [None]
+        return kept_ids, kept_types
 
     def _offsets(self, item: PoolingItem) -> NDArray[np.int32]:
         """Return the range of characters for each token of a text (see PoolingResult.offsets).

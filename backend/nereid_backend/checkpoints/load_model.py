@@ -215,7 +215,7 @@ def _from_pretrained(
     unused = sorted(report["unexpected_keys"])
     # Quantised tensors without quantization_config cause both errors, and only the error about the
     # unused tensors names the cause.
-    check_unused_weights(folder, unused)
+    check_unused_weights(folder, unused, model)
     check_missing_weights(folder, sorted(report["missing_keys"]), unused)
     return model
 

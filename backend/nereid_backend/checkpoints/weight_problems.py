@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.quantised_tensors import QUANTISED_SUFFIXES, quantisation_settings
@@ -64,14 +64,18 @@ def weights_path(folder: Path) -> Path:
     return link.resolve() if link.is_file() else folder
 
 
-def check_unused_weights(folder: Path, names: list[str]) -> None:
+def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel) -> None:
     """Raise an UnsupportedModelError if the model ignores weights that a correct output requires.
 
     Every tensor of a GGUF file is required. Other checkpoints often contain extra tensors, which
     the model may ignore. However, the model must not ignore the tensors of quantised weights, such
-    as scales. The model ignores scales if config.json does not describe the quantisation.
+    as scales. The model ignores scales if config.json does not describe the quantisation. The model
+    must not ignore a bias of one of its layers either.
 
-    `names` contains the names of the weights in `folder` that the model does not use.
+    Args:
+        folder: the folder of the checkpoint.
+        names: the names of the weights in `folder` that the model does not use.
+        model: the loaded model.
     """
     if (folder / GGUF_LINK).is_file():
         if names:
@@ -83,6 +87,40 @@ def check_unused_weights(folder: Path, names: list[str]) -> None:
         return
     if problem := _describe_quantised(folder, names):
         raise UnsupportedModelError(problem)
+    needed = [name for name in names if _is_needed_by_layer(name, model)]
+    # Some programs write biases of zeros for layers without a bias, which may be ignored.
+    tensors = open_tensors(folder) if needed else {}
+    for name in needed:
+        # transformers has renamed some weights, which the files contain under other names.
+        if name in tensors and bool(tensors[name].read().any()):
+            raise UnsupportedModelError(
+                f"{folder}: {type(model).__name__} of transformers does not use {len(needed)} "
+                f"weights of the layers, such as {name}, so the output would be wrong. If "
+                "config.json lacks a setting, such as attention_bias, correct the file. Otherwise, "
+                "use another checkpoint."
+            )
+
+
+def _is_needed_by_layer(name: str, model: PreTrainedModel) -> bool:
+    """Return whether an unused weight changes the output of a layer that the model has.
+
+    Examples: the bias of a linear layer, if the model has the layer without a bias, and BERT's
+    embeddings of relative positions, which transformers no longer supports.
+    """
+    if name.endswith(".distance_embedding.weight"):
+        return True
+    layer_name, _, kind = name.rpartition(".")
+    if kind != "bias":
+        return False
+    try:
+        layer = model.get_submodule(layer_name.removeprefix(f"{model.base_model_prefix}."))
+    except AttributeError:
+        try:
+            layer = model.get_submodule(layer_name)
+        except AttributeError:
+            return False
+    has_weight = isinstance(getattr(layer, "weight", None), torch.Tensor)
+    return has_weight and getattr(layer, "bias", None) is None
 
 
 def _describe_quantised(folder: Path, names: Iterable[str]) -> str | None:

@@ -292,6 +292,21 @@ def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_answering_at_rand
         open_engine(copy)
 
 
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_a_bias_that_the_model_lacks_is_refused_unless_it_is_zero(is_zero, copy):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(copy / "model.safetensors")
+    size = len(weights["model.layers.0.self_attn.q_proj.weight"])
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.full((size,), float(not is_zero))
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    if is_zero:
+        open_engine(copy).close()
+        return
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.bias, so .* such as attention_bias"):
+        open_engine(copy)
+
+
 def test_the_error_about_a_missing_output_layer_names_the_setting_for_shared_weights(copy):
     from safetensors.torch import load_file, save_file
 

@@ -135,6 +135,17 @@ def test_an_architecture_of_another_name_with_unused_weights_is_refused(encoder_
         Embedder(str(folder))
 
 
+def test_relative_positions_that_transformers_no_longer_supports_are_refused(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    file = folder / "model.safetensors"
+    name = "encoder.layer.0.attention.self.distance_embedding.weight"
+    weights = load_file(file) | {name: torch.ones(319, 12)}
+    file.unlink()  # The file is a link to the original, which must stay unchanged.
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"BertModel .* such as .*distance_embedding"):
+        Embedder(str(folder))
+
+
 def rename_architecture(folder, target):
     """Copy a checkpoint of BERT whose config names the architecture "Contriever"."""
     copy_of(folder, target)

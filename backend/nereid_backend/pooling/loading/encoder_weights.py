@@ -87,7 +87,7 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
                 **arguments, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     _check_missing_weights(spec, report["missing_keys"], report["unexpected_keys"])
-    _check_unused_weights(spec, report["unexpected_keys"])
+    _check_unused_weights(spec, report["unexpected_keys"], model)
     return model
 
 
@@ -158,16 +158,21 @@ def _check_missing_weights(
         )
 
 
-def _check_unused_weights(spec: CheckpointSpec, names: Iterable[str]) -> None:
+def _check_unused_weights(
+    spec: CheckpointSpec, names: Iterable[str], model: PreTrainedModel
+) -> None:
     """Raise an UnsupportedModelError if the output is wrong because the model ignores weights.
 
-    `names` contains the names of the weights in the checkpoint that the model does not use.
+    Args:
+        spec: the description of the checkpoint.
+        names: the names of the weights in the checkpoint that the model does not use.
+        model: the loaded model.
     """
     unused = sorted(names)
     if spec.loader == BASE:
         # Vectors do not need the output layer of a language model.
         unused = [name for name in unused if name != _OUTPUT_LAYER]
-    check_unused_weights(spec.folder, unused)
+    check_unused_weights(spec.folder, unused, model)
     has_own_class = hasattr(transformers, spec.architecture)
     if has_own_class:
         return  # The unused weights belong to a head that this task does not need.

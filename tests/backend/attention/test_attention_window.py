@@ -21,29 +21,25 @@ NUM_TOKENS = 100
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def test_the_window_of_a_model_is_that_of_its_widest_layer():
+@pytest.mark.parametrize(
+    ("position", "first_visible"), [(0, 0), (4, 0), (5, 0), (7, 0), (8, 4), (13, 8), (15, 8)]
+)
+def test_the_window_of_a_model_is_that_of_its_widest_layer(position, first_visible):
+    # One layer has a window of 5 tokens, and another layer has chunks of 8 tokens.
     attention_window = AttentionWindow(((5, None), (None, 8)))
-    assert [attention_window.first_visible(p) for p in (0, 4, 5, 7, 8, 13, 15)] == [
-        0,
-        0,
-        0,
-        0,
-        4,
-        8,
-        8,
-    ]
+    assert attention_window.first_visible(position) == first_visible
     assert attention_window.max_visible_tokens == 8
 
 
-def test_the_start_of_a_window_never_decreases_and_the_window_is_not_too_long():
-    for limits in [((1, None),), ((None, 6),), ((9, 4), (3, None)), ((5, 12), (None, 7))]:
-        attention_window = AttentionWindow(limits)
-        firsts = [attention_window.first_visible(position) for position in range(60)]
-        assert firsts == sorted(firsts)
-        assert (
-            max(p + 1 - first for p, first in enumerate(firsts))
-            <= attention_window.max_visible_tokens
-        )
+@pytest.mark.parametrize(
+    "limits", [((1, None),), ((None, 6),), ((9, 4), (3, None)), ((5, 12), (None, 7))]
+)
+def test_the_start_of_a_window_never_decreases_and_the_window_is_not_too_long(limits):
+    attention_window = AttentionWindow(limits)
+    starts = [attention_window.first_visible(position) for position in range(60)]
+    assert starts == sorted(starts)
+    lengths = [position + 1 - start for position, start in enumerate(starts)]
+    assert max(lengths) <= attention_window.max_visible_tokens
 
 
 def test_one_layer_without_a_window_keeps_every_block():
@@ -54,8 +50,9 @@ def test_one_layer_without_a_window_keeps_every_block():
 
 
 def run(scheduler, model, sequences):
+    """Run all sequences, and return the answers and the largest number of used blocks."""
     answers = {sequence.request_id: [] for sequence in sequences}
-    most = 0
+    max_used_blocks = 0
     for sequence in sequences:
         scheduler.add(sequence)
     while scheduler.has_work():
@@ -64,11 +61,12 @@ def run(scheduler, model, sequences):
         for update in scheduler.commit(plan, model.run(plan)):
             answers[update.request_id] += update.new_token_ids
         scheduler.check()
-        most = max(most, scheduler.pool.num_used)
-    return answers, most
+        max_used_blocks = max(max_used_blocks, scheduler.pool.num_used)
+    return answers, max_used_blocks
 
 
-def expected(prompt, max_tokens):
+def expected_tokens(prompt, max_tokens):
+    """Return the tokens that the scripted model generates, including tokens after EOS."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tokens, 0))
@@ -80,100 +78,113 @@ def make_sequence(name, prompt, max_tokens):
     return Sequence(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
 
 
-def make_scheduler(num_blocks, *, windows=(WINDOW_OF_5,), budget=8, **settings):
+def make_scheduler(num_blocks, *, windows=(WINDOW_OF_5,), max_step_tokens=8):
+    """Return a scheduler for at most 4 sequences."""
     return Scheduler(
         BlockPool(num_blocks),
         block_size=BLOCK,
         max_num_seqs=4,
-        max_num_batched_tokens=budget,
+        max_num_batched_tokens=max_step_tokens,
         windows=windows,
-        **settings,
     )
 
 
 def test_a_sequence_never_has_more_blocks_than_its_window_and_its_step_need():
-    most_blocks = WINDOW_OF_5.max_blocks(8, BLOCK)
-    scheduler = make_scheduler(most_blocks)
-    model = ScriptedModel(most_blocks, windows=[WINDOW_OF_5])
+    needed_blocks = WINDOW_OF_5.max_blocks(num_tokens=8, block_size=BLOCK)
+    scheduler = make_scheduler(needed_blocks, max_step_tokens=8)
+    model = ScriptedModel(needed_blocks, windows=[WINDOW_OF_5])
     prompt = [random.Random(0).randrange(2, 40) for _ in range(50)]
-    answers, most = run(scheduler, model, [make_sequence("a", prompt, 60)])
-    assert answers["a"] == expected(prompt, 60)
-    assert most <= most_blocks
+
+    answers, max_used_blocks = run(scheduler, model, [make_sequence("a", prompt, 60)])
+
+    assert answers["a"] == expected_tokens(prompt, 60)
+    assert max_used_blocks <= needed_blocks
     assert scheduler.num_preemptions == 0
 
 
 def test_cached_blocks_are_found_although_the_first_blocks_of_the_prompt_are_gone():
-    scheduler = make_scheduler(7)
-    model = ScriptedModel(7, windows=[WINDOW_OF_5])
+    scheduler = make_scheduler(num_blocks=7)
+    model = ScriptedModel(num_blocks=7, windows=[WINDOW_OF_5])
     prompt = [random.Random(1).randrange(2, 40) for _ in range(50)]
     run(scheduler, model, [make_sequence("a", prompt, 1)])
-    before = model.num_computed
+    num_computed_for_first = model.num_computed
+
     second = make_sequence("b", prompt, 3)
     answers, _ = run(scheduler, model, [second])
+
     assert second.num_cached_tokens == 48
-    assert answers["b"] == expected(prompt, 3)
-    assert model.num_computed - before == 2 + 2
+    assert answers["b"] == expected_tokens(prompt, 3)
+    # The model computes the last two tokens of the prompt, and two tokens of the answer.
+    assert model.num_computed - num_computed_for_first == 2 + 2
 
 
 def test_several_sequences_share_a_pool_that_is_too_small_without_windows():
-    scheduler = make_scheduler(8)
-    model = ScriptedModel(8, windows=[WINDOW_OF_5])
+    scheduler = make_scheduler(num_blocks=8, max_step_tokens=8)
+    model = ScriptedModel(num_blocks=8, windows=[WINDOW_OF_5])
     rng = random.Random(2)
     prompts = {str(n): [rng.randrange(2, 40) for _ in range(40 + n)] for n in range(5)}
     sequences = [make_sequence(name, prompt, 30) for name, prompt in prompts.items()]
-    answers, most = run(scheduler, model, sequences)
+
+    answers, max_used_blocks = run(scheduler, model, sequences)
+
     for name, prompt in prompts.items():
-        assert answers[name] == expected(prompt, 30)
-    assert most > WINDOW_OF_5.max_blocks(8, BLOCK), "never two at once"
+        assert answers[name] == expected_tokens(prompt, 30)
+    blocks_of_one_sequence = WINDOW_OF_5.max_blocks(num_tokens=8, block_size=BLOCK)
+    assert max_used_blocks > blocks_of_one_sequence, "the sequences ran one after the other"
 
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
+    """The folder of a tiny checkpoint in which all layers have windows of 12 tokens."""
     return BY_NAME["mistral, sliding window"].save(tmp_path_factory.mktemp("mistral"))
 
 
 @pytest.mark.parametrize("block_size", [4, 16], ids=["plain torch", "native kernels"])
-@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 3}], ids=["plain", "guessing"])
+@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 3}], ids=["plain", "drafts"])
 def test_a_model_with_a_window_is_exact_with_a_pool_much_smaller_than_the_sequence(
     mistral, block_size, settings
 ):
     settings |= {"block_size": block_size, "max_num_batched_tokens": 16}
-    probe = open_engine(mistral, **settings)
+    measuring_engine = open_engine(mistral, **settings)
     # The cache is large enough for a window of 12 tokens, a step of 16 tokens and two blocks. Each
     # sequence has 160 tokens.
-    memory = bytes_for(probe, 28 + 2 * block_size)
-    probe.close()
-    engine = open_engine(mistral, kv_cache_memory=memory, **settings)
+    kv_cache_memory = bytes_for(measuring_engine, num_tokens=28 + 2 * block_size)
+    measuring_engine.close()
+    engine = open_engine(mistral, kv_cache_memory=kv_cache_memory, **settings)
+    assert engine.info.num_blocks * block_size < 160 / 2
+    assert engine.info.max_model_len == 256
     rng = random.Random(0)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(60)] for _ in range(3)]
-    answers: dict[str, list[int]] = {str(number): [] for number in range(3)}
+
+    answers = {str(number): [] for number in range(3)}
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, GREEDY)
     while engine.has_work():
         for update in engine.step():
             answers[update.request_id] += update.new_token_ids
         engine.check()
-    assert engine.info.num_blocks * block_size < 160 / 2
-    assert engine.info.max_model_len == 256
+
     model = AutoModelForCausalLM.from_pretrained(mistral)
-    for number, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        assert answers[str(number)] == found[0, 60:].tolist()
+    assert list(answers.values()) == [greedy_tokens(model, prompt) for prompt in prompts]
     engine.close()
 
 
-def test_the_memory_plan_depends_on_whether_blocks_are_freed(mistral, tmp_path):
-    lines: list[str] = []
+def greedy_tokens(model, prompt):
+    """Return the greedy tokens that a model of transformers generates after a prompt."""
+    ids = torch.tensor([prompt])
+    token_ids = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return token_ids[0, len(prompt) :].tolist()
 
+
+def test_the_memory_plan_depends_on_whether_blocks_are_freed(mistral, tmp_path):
     def plan_of(folder):
-        lines.clear()
+        lines = []
         Engine(EngineConfig(str(folder), num_threads=1), lines.append).close()
         return next(line for line in lines if line.startswith("memory:"))
 

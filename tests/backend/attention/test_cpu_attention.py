@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from backend.torch_threads import use_threads
 from nereid_backend.attention.cpu import compile_kernels, cpu_attention, load_kernels
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
@@ -41,26 +42,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def attention_of(cache_type, spec, dtype, *, poison=None):
+def attention_of(cache_type, spec, dtype, *, shapes=SHAPES, poison=None):
     """Fill a cache of the type `cache_type` in one step, and return the attention of the next step.
 
-    If `poison` is an index, the key of the token with this index is NaN in both steps.
+    Args:
+        cache_type: the class of the cache.
+        spec: the attention layer.
+        dtype: the data type of the queries, keys and values.
+        shapes: the numbers of cached tokens and of new tokens of each sequence.
+        poison: if it is an index, the key of the token with this index is NaN in both steps.
     """
     torch.manual_seed(0)
     num_blocks = 120
     cache = cache_type([spec], num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=CPU)
     builder = BatchBuilder(
-        max_num_seqs=len(SHAPES), max_model_len=1024, block_size=BLOCK, null_block=cache.null_block
+        max_num_seqs=len(shapes), max_model_len=1024, block_size=BLOCK, null_block=cache.null_block
     )
-    blocks = list(range(num_blocks))
-    random.Random(0).shuffle(blocks)
-    free = iter(blocks)
-    sequences = []
-    for row, (cached, new) in enumerate(SHAPES):
-        sequence = Sequence(str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=9999)
-        sequence.row = row
-        sequence.block_table = list(itertools.islice(free, -(-(cached + new) // BLOCK)))
-        sequences.append(sequence)
+    sequences = _sequences([cached + new for cached, new in shapes], num_blocks)
     sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
 
     def step(chunks):
@@ -71,69 +69,69 @@ def attention_of(cache_type, spec, dtype, *, poison=None):
         value = torch.randn(1, plan.num_tokens, spec.num_kv_heads, spec.value_dim).to(dtype)
         if poison is not None:
             key[0, poison] = float("nan")
-        return PagedForward(cache, batch.attention)(
-            torch.nn.Module(),
-            query,
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            scaling=0.3,
-            s_aux=sinks,
-        )
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        forward = PagedForward(cache, batch.attention)
+        return forward(torch.nn.Module(), query, key, value, scaling=0.3, s_aux=sinks)
 
-    past = [
-        Chunk(sequence, 0, cached, False, True, 0)
-        for sequence, (cached, _) in zip(sequences, SHAPES, strict=True)
-        if cached
-    ]
-    step(sorted(past, key=lambda chunk: chunk.num_tokens > 1))
-    return step(
-        [
-            Chunk(sequence, cached, new, True, not cached, 1)
-            for sequence, (cached, new) in zip(sequences, SHAPES, strict=True)
-        ]
-    )
+    cached_chunks, new_chunks = [], []
+    for sequence, (cached, new) in zip(sequences, shapes, strict=True):
+        if cached:
+            cached_chunks.append(
+                Chunk(sequence, 0, cached, samples=False, is_first=True, num_logits=0)
+            )
+        new_chunks.append(
+            Chunk(sequence, cached, new, samples=True, is_first=not cached, num_logits=1)
+        )
+    # Chunks of one token come first in a step.
+    step(sorted(cached_chunks, key=lambda chunk: chunk.num_tokens > 1))
+    return step(new_chunks)
+
+
+def _sequences(lengths, num_blocks):
+    """Return a sequence for each length. Their blocks are in random order."""
+    blocks = list(range(num_blocks))
+    random.Random(0).shuffle(blocks)
+    free_blocks = iter(blocks)
+    sequences = []
+    for row, length in enumerate(lengths):
+        sequence = Sequence(str(row), [1] * length, SamplingParams(), max_total_tokens=9999)
+        sequence.row = row
+        sequence.block_table = list(itertools.islice(free_blocks, -(-length // BLOCK)))
+        sequences.append(sequence)
+    return sequences
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 @pytest.mark.parametrize("threads", [1, 3])
 def test_float32_attention_equals_the_reference(spec, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = attention_of(CpuKVCache, spec, torch.float32)
-    finally:
-        torch.set_num_threads(before)
+    with use_threads(threads):
+        attention = attention_of(CpuKVCache, spec, torch.float32)
     expected = attention_of(KVCache, spec, torch.float32)
-    torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(attention, expected, atol=3e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_bfloat16_attention_equals_the_reference_within_its_rounding(spec):
-    exact = attention_of(KVCache, spec, torch.bfloat16).float()
-    found = attention_of(CpuKVCache, spec, torch.bfloat16).float()
-    torch.testing.assert_close(found, exact, atol=3e-2, rtol=3e-2)
+    expected = attention_of(KVCache, spec, torch.bfloat16).float()
+    attention = attention_of(CpuKVCache, spec, torch.bfloat16).float()
+    torch.testing.assert_close(attention, expected, atol=3e-2, rtol=3e-2)
 
 
-def test_the_segments_of_a_long_sequence_are_combined_correctly(monkeypatch):
-    monkeypatch.setitem(globals(), "SHAPES", [(1001, 1)])
+def test_the_segments_of_a_long_sequence_are_combined_correctly():
     spec = LayerSpec(4, 1, 16, 16, has_sinks=True)
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        found = attention_of(CpuKVCache, spec, torch.float32)
-    finally:
-        torch.set_num_threads(before)
-    torch.testing.assert_close(
-        found, attention_of(KVCache, spec, torch.float32), atol=3e-6, rtol=1e-5
-    )
+    shapes = [(1001, 1)]
+    with use_threads(4):
+        attention = attention_of(CpuKVCache, spec, torch.float32, shapes=shapes)
+    expected = attention_of(KVCache, spec, torch.float32, shapes=shapes)
+    torch.testing.assert_close(attention, expected, atol=3e-6, rtol=1e-5)
 
 
 def test_nan_affects_only_its_own_sequence():
     spec = SPECS["three query heads a key head"]
-    clean = attention_of(CpuKVCache, spec, torch.float32)
-    found = attention_of(CpuKVCache, spec, torch.float32, poison=2)
-    assert found[0, 2].isnan().all()
-    torch.testing.assert_close(found[0, 3], clean[0, 3])
+    expected = attention_of(CpuKVCache, spec, torch.float32)
+    attention = attention_of(CpuKVCache, spec, torch.float32, poison=2)
+    assert attention[0, 2].isnan().all()
+    torch.testing.assert_close(attention[0, 3], expected[0, 3])
 
 
 def test_without_kernels_the_plain_cache_is_used_and_the_log_contains_the_reason(caplog):
@@ -144,18 +142,21 @@ def test_without_kernels_the_plain_cache_is_used_and_the_log_contains_the_reason
     assert "float16" in caplog.text
 
 
-def test_stored_rows_are_gathered_as_from_a_plain_cache():
+@pytest.mark.parametrize("cache_type", [KVCache, CpuKVCache])
+def test_stored_rows_are_gathered_unchanged(cache_type):
     spec = LayerSpec(4, 2, 8, 6)
     torch.manual_seed(0)
     key, value = torch.randn(20, 2, 8), torch.randn(20, 2, 6)
-    slots = torch.arange(20) + 16
-    found = []
-    for kind in (KVCache, CpuKVCache):
-        cache = kind([spec], num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU)
-        cache.store(0, key, value, store_rows(slots, 2, BLOCK))
-        found.append(cache.gather(0, gather_rows(torch.tensor([[1, 2]]), 2)))
-    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
-    torch.testing.assert_close(found[1][0][0, :, :20], key.transpose(0, 1), atol=0, rtol=0)
+    slots = torch.arange(20) + 16  # The block 0 stays empty.
+    cache = cache_type([spec], num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU)
+
+    cache.store(0, key, value, store_rows(slots, 2, BLOCK))
+    keys, values = cache.gather(0, gather_rows(torch.tensor([[1, 2]]), 2))
+
+    torch.testing.assert_close(keys[0, :, :20], key.transpose(0, 1), atol=0, rtol=0)
+    torch.testing.assert_close(values[0, :, :20], value.transpose(0, 1), atol=0, rtol=0)
+    assert not keys[0, :, 20:].any()
+    assert not values[0, :, 20:].any()
 
 
 def test_the_error_for_a_failing_compiler_contains_its_output(monkeypatch, tmp_path, capsys):
@@ -185,13 +186,14 @@ def test_the_library_uses_the_openmp_library_of_torch():
         "from pathlib import Path; maps = Path('/proc/self/maps').read_text();"
         "print(len({line.split()[-1] for line in maps.splitlines() if 'libgomp' in line}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == "1", done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout.strip() == "1", result.stderr
 
 
 def test_of_several_openmp_libraries_that_of_torch_is_chosen(monkeypatch):
-    site = Path(torch.__file__).parent.parent
-    own = f"{site}/torch/lib/libgomp-1.so.1"
-    maps = f"0-1 r-xp 0 0 0 {site}/scikit_learn.libs/libgomp-2.so.1\n0-1 r-xp 0 0 0 {own}\n"
+    packages = Path(torch.__file__).parent.parent
+    library_of_torch = f"{packages}/torch/lib/libgomp-1.so.1"
+    other_library = f"{packages}/scikit_learn.libs/libgomp-2.so.1"
+    maps = f"0-1 r-xp 0 0 0 {other_library}\n0-1 r-xp 0 0 0 {library_of_torch}\n"
     monkeypatch.setattr(load_kernels.Path, "read_text", lambda self, **_: maps)
-    assert load_kernels._openmp_path() == own
+    assert load_kernels._openmp_path() == library_of_torch

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from backend.torch_threads import use_threads
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup
 from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
@@ -40,80 +41,85 @@ def decode(
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    count, width = len(lengths), -(-max(lengths) // block_size)
-    cache = kind([spec], num_blocks=count * width, block_size=block_size, dtype=dtype, device=CPU)
-    blocks = torch.randperm(count * width, generator=generator).view(count, width)
+    num_sequences, num_columns = len(lengths), -(-max(lengths) // block_size)
+    num_blocks = num_sequences * num_columns
+    cache = kind([spec], num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=CPU)
+    blocks = torch.randperm(num_blocks, generator=generator).view(num_sequences, num_columns)
+
+    def slots_of(row, positions):
+        return blocks[row, positions // block_size] * block_size + positions % block_size
+
     for row, length in enumerate(lengths):
-        places = torch.arange(width * block_size)
-        slots = blocks[row, places // block_size] * block_size + places % block_size
+        slots = slots_of(row, torch.arange(num_columns * block_size))
         key = random(len(slots), spec.num_kv_heads, spec.key_dim)
         value = random(len(slots), spec.num_kv_heads, spec.value_dim)
         key[length - 1 :], value[length - 1 :] = stale, stale
         cache.store(0, key, value, store_rows(slots, spec.num_kv_heads, block_size))
     lens = torch.tensor(lengths)
-    last = lens - 1
-    slots = blocks[torch.arange(count), last // block_size] * block_size + last % block_size
     batch = AttentionBatch(
-        slots=slots,
-        num_decodes=count,
+        slots=slots_of(torch.arange(num_sequences), lens - 1),
+        num_decodes=num_sequences,
         decodes=[DecodeGroup(None, blocks, lens, block_size)],
         prefills=[],
         block_size=block_size,
     )
-    query = random(spec.num_heads, count, spec.key_dim)
-    key = random(spec.num_kv_heads, count, spec.key_dim)
-    value = random(spec.num_kv_heads, count, spec.value_dim)
+    query = random(spec.num_heads, num_sequences, spec.key_dim)
+    key = random(spec.num_kv_heads, num_sequences, spec.key_dim)
+    value = random(spec.num_kv_heads, num_sequences, spec.value_dim)
     sinks = torch.randn(spec.num_heads, generator=generator) if spec.has_sinks else None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = cpu_attention.attend((query, key, value), 0, cache, batch, scale=scale, sinks=sinks)
-    finally:
-        torch.set_num_threads(before)
+    inputs = (query, key, value)
+    with use_threads(threads):
+        result = cpu_attention.attend(inputs, 0, cache, batch, scale=scale, sinks=sinks)
+    return result, _expected_result(spec, query, cache, blocks, lengths, sinks, scale)
+
+
+def _expected_result(spec, query, cache, blocks, lengths, sinks, scale):
+    """Return the attention of each sequence's last token, computed in float64 from the cache."""
     if isinstance(cache, CpuInt8KVCache):
         # `gather` must return the numbers that the kernel reads, without rounding them to bfloat16.
         cache.dtype = torch.float32
     keys, values = cache.gather(0, gather_rows(blocks, spec.num_kv_heads))
-    expected = torch.stack(
-        [
-            by_definition(spec, query[:, row], keys[row, :, :n], values[row, :, :n], sinks, scale)
-            for row, n in enumerate(lengths)
-        ]
-    )
-    return found, expected
+    results = []
+    for row, length in enumerate(lengths):
+        cached = keys[row, :, :length], values[row, :, :length]
+        results.append(by_definition(spec, query[:, row], *cached, sinks, scale))
+    return torch.stack(results)
 
 
 def by_definition(spec, query, keys, values, sinks, scale):
     """Return the attention of one token, computed in float64 by the definition.
 
-    `query` has the shape [num_heads, key_dim]. `keys` and `values` have the shape [num_kv_heads, n,
-    dim].
+    `query` has the shape [num_heads, key_dim]. `keys` and `values` have the shape [num_kv_heads,
+    length, dim].
     """
-    n = keys.shape[1]
-    group = spec.num_heads // spec.num_kv_heads
-    wide = keys.double().repeat_interleave(group, 0)
-    scores = (wide @ query.double().unsqueeze(-1)).squeeze(-1) * scale
+    length = keys.shape[1]
+    group_size = spec.num_heads // spec.num_kv_heads
+    keys, values = (t.double().repeat_interleave(group_size, 0) for t in (keys, values))
+    scores = (keys @ query.double().unsqueeze(-1)).squeeze(-1) * scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    first = 0
+    first_visible = 0
     if spec.window.size:
-        first = max(first, n - spec.window.size)
+        first_visible = max(first_visible, length - spec.window.size)
     if spec.window.chunk:
-        first = max(first, (n - 1) // spec.window.chunk * spec.window.chunk)
-    scores[:, :first] = -torch.inf
+        start_of_chunk = (length - 1) // spec.window.chunk * spec.window.chunk
+        first_visible = max(first_visible, start_of_chunk)
+    scores[:, :first_visible] = -torch.inf
     if sinks is not None:
+        # A sink is an additional score of each head, which belongs to no token.
         scores = torch.cat([scores, sinks.double().unsqueeze(1)], 1)
-    weights = scores.softmax(1)[:, :n]
-    return (weights.unsqueeze(1) @ values.double().repeat_interleave(group, 0)).squeeze(1)
+    weights = scores.softmax(1)[:, :length]
+    return (weights.unsqueeze(1) @ values).squeeze(1)
 
 
-def assert_close(found, expected):
-    if found.dtype == torch.float32:
-        torch.testing.assert_close(found.double(), expected, atol=4e-6, rtol=1e-5)
+def assert_close(result, expected):
+    """Compare the result of a kernel with the float64 result, within the rounding errors."""
+    if result.dtype == torch.float32:
+        torch.testing.assert_close(result.double(), expected, atol=4e-6, rtol=1e-5)
     else:
         # bfloat16 rounds the result by at most 2 ** -9 of its value. The rounding of the attention
         # weights may add the same error.
-        torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=2**-8)
+        torch.testing.assert_close(result.double(), expected, atol=4e-3, rtol=2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

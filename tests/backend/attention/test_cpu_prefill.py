@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from backend.torch_threads import use_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.attention import reference
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
+# A cache of the reference, and the cache of the kernels for the same numbers.
 PLAIN = (KVCache, CpuKVCache)
 INTEGERS = (Int8KVCache, CpuInt8KVCache)
 
@@ -49,54 +51,71 @@ sequences = st.lists(
 
 
 def attend(
-    kind, spec, lengths, *, block_size=16, dtype=torch.float32, threads=1, seed=0, around=0.0
+    cache_class, spec, lengths, *, block_size=16, dtype=torch.float32, threads=1, seed=0, around=0.0
 ):
     """Return the attention of one prefill step over one type of cache.
 
     Args:
-        kind: the type of the cache.
+        cache_class: the class of the cache.
         spec: the only layer of the model.
         lengths: (number of cached tokens, number of new tokens) of each sequence.
+        block_size: the number of tokens in a block.
+        dtype: the data type of the queries, keys and values.
+        threads: the number of threads.
+        seed: the seed of the random numbers.
         around: the number in all slots of the cache in which no token was stored.
     """
     torch.manual_seed(seed)
-    counts = [-(-(cached + new) // block_size) for cached, new in lengths]
-    order = torch.randperm(sum(counts))
-    cache = kind([spec], num_blocks=sum(counts), block_size=block_size, dtype=dtype, device=CPU)
+    numbers_of_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
+    num_blocks = sum(numbers_of_blocks)
+    blocks = torch.randperm(num_blocks)
+    tables = [table[None] for table in blocks.split(numbers_of_blocks)]
+    cache = cache_class(
+        [spec], num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=CPU
+    )
     for tensor in [*cache.keys, *cache.values]:
         if tensor.is_floating_point():
             tensor.fill_(around)
-    tables = [table[None] for table in order.split(counts)]
-
-    def step(bounds):
-        prefills, slots, at = [], [], 0
-        for (first, last), table in zip(bounds, tables, strict=True):
-            if first == last:
-                continue
-            prefills.append(Prefill(at, at + last - first, first, table))
-            positions = torch.arange(first, last)
-            slots.append(table[0][positions // block_size] * block_size + positions % block_size)
-            at += last - first
-        query = torch.randn(at, spec.num_heads, spec.key_dim).transpose(0, 1).to(dtype)
-        key = torch.randn(at, spec.num_kv_heads, spec.key_dim).transpose(0, 1).to(dtype)
-        value = torch.randn(at, spec.num_kv_heads, spec.value_dim).transpose(0, 1).to(dtype)
-        sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
-        batch = AttentionBatch(torch.cat(slots), 0, [], prefills, block_size)
-        inputs = (query, key, value)
-        if isinstance(cache, CpuKVCache):
-            return cpu_attention.attend(inputs, 0, cache, batch, scale=0.3, sinks=sinks)
-        rows = batch.store_rows(spec.num_kv_heads)
-        cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
-        return reference.attend(inputs, 0, cache, batch, scale=0.3, sinks=sinks)
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with use_threads(threads):
         if any(cached for cached, _ in lengths):
-            step([(0, cached) for cached, _ in lengths])
-        return step([(cached, cached + new) for cached, new in lengths]).float()
-    finally:
-        torch.set_num_threads(before)
+            cached_parts = [(0, cached) for cached, _ in lengths]
+            _step(spec, cache, make_batch(cached_parts, tables, block_size), dtype)
+        new_parts = [(cached, cached + new) for cached, new in lengths]
+        return _step(spec, cache, make_batch(new_parts, tables, block_size), dtype).float()
+
+
+def make_batch(parts, tables, block_size):
+    """Return the attention metadata of a step.
+
+    Args:
+        parts: for each sequence, the first and the last position (exclusive) that are computed.
+        tables: the blocks of each sequence.
+        block_size: the number of tokens in a block.
+    """
+    prefills, slots, num_tokens = [], [], 0
+    for (first, last), table in zip(parts, tables, strict=True):
+        if first == last:
+            continue
+        prefills.append(Prefill(num_tokens, num_tokens + last - first, first, table))
+        positions = torch.arange(first, last)
+        slots.append(table[0][positions // block_size] * block_size + positions % block_size)
+        num_tokens += last - first
+    return AttentionBatch(torch.cat(slots), 0, [], prefills, block_size)
+
+
+def _step(spec, cache, batch, dtype):
+    """Store random keys and values, and return the attention of random queries."""
+    num_tokens = len(batch.slots)
+    query = torch.randn(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1).to(dtype)
+    key = torch.randn(num_tokens, spec.num_kv_heads, spec.key_dim).transpose(0, 1).to(dtype)
+    value = torch.randn(num_tokens, spec.num_kv_heads, spec.value_dim).transpose(0, 1).to(dtype)
+    sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
+    inputs = (query, key, value)
+    if isinstance(cache, CpuKVCache):
+        return cpu_attention.attend(inputs, 0, cache, batch, scale=0.3, sinks=sinks)
+    rows = batch.store_rows(spec.num_kv_heads)
+    cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
+    return reference.attend(inputs, 0, cache, batch, scale=0.3, sinks=sinks)
 
 
 @settings(max_examples=40, deadline=None)
@@ -109,43 +128,44 @@ def attend(
     st.integers(0, 99),
 )
 def test_any_layer_over_any_sequences_equals_the_reference(
-    spec, lengths, block_size, threads, kinds, seed
+    spec, lengths, block_size, threads, cache_classes, seed
 ):
-    plain, native = kinds
-    expected = attend(plain, spec, lengths, block_size=block_size, seed=seed)
-    found = attend(native, spec, lengths, block_size=block_size, seed=seed, threads=threads)
-    if kinds is PLAIN:
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-        return
-    # A number halfway between two 8-bit integers may be rounded up in one cache and down in the
-    # other. The two results then differ by 1/127 of the largest number of the vector.
-    torch.testing.assert_close(found, expected, atol=6e-2, rtol=1e-4)
-    assert (found - expected).abs().mean() < 3e-3
+    reference_cache, kernel_cache = cache_classes
+    options = {"block_size": block_size, "seed": seed}
+    expected = attend(reference_cache, spec, lengths, **options)
+    result = attend(kernel_cache, spec, lengths, **options, threads=threads)
+    if cache_classes is PLAIN:
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
+    else:
+        # A number halfway between two 8-bit integers may be rounded up in one cache and down in the
+        # other. The two results then differ by 1/127 of the largest number of the vector.
+        torch.testing.assert_close(result, expected, atol=6e-2, rtol=1e-4)
+        assert (result - expected).abs().mean() < 3e-3
 
 
 @settings(max_examples=30, deadline=None)
 @given(specs, sequences, st.sampled_from([PLAIN, INTEGERS]))
-def test_bfloat16_equals_the_reference_within_its_rounding(spec, lengths, kinds):
-    plain, native = kinds
-    expected = attend(plain, spec, lengths, dtype=torch.bfloat16)
-    found = attend(native, spec, lengths, dtype=torch.bfloat16)
-    torch.testing.assert_close(found, expected, atol=5e-2, rtol=3e-2)
+def test_bfloat16_equals_the_reference_within_its_rounding(spec, lengths, cache_classes):
+    reference_cache, kernel_cache = cache_classes
+    expected = attend(reference_cache, spec, lengths, dtype=torch.bfloat16)
+    result = attend(kernel_cache, spec, lengths, dtype=torch.bfloat16)
+    torch.testing.assert_close(result, expected, atol=5e-2, rtol=3e-2)
     # Some numbers are rounded differently, but the mean difference must be small.
-    assert (found - expected).abs().mean() < 1e-2 * expected.abs().mean()
+    assert (result - expected).abs().mean() < 1e-2 * expected.abs().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unused_memory_in_the_blocks_of_a_sequence_has_no_effect(dtype):
     spec = LayerSpec(6, 2, 24, 10)
     lengths = [(21, 40), (0, 7)]
-    clean = attend(CpuKVCache, spec, lengths, dtype=dtype)
-    found = attend(CpuKVCache, spec, lengths, dtype=dtype, around=float("nan"))
-    torch.testing.assert_close(found, clean, atol=0, rtol=0)
+    expected = attend(CpuKVCache, spec, lengths, dtype=dtype)
+    result = attend(CpuKVCache, spec, lengths, dtype=dtype, around=float("nan"))
+    torch.testing.assert_close(result, expected, atol=0, rtol=0)
 
 
 def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens_of_the_step():
     spec = LayerSpec(6, 2, 32, 32)
-    alone = attend(CpuKVCache, spec, [(600, 40)], dtype=torch.bfloat16)
+    expected = attend(CpuKVCache, spec, [(600, 40)], dtype=torch.bfloat16)
     for threads in (2, 5):
-        found = attend(CpuKVCache, spec, [(600, 40)], dtype=torch.bfloat16, threads=threads)
-        torch.testing.assert_close(found, alone, atol=0, rtol=0)
+        result = attend(CpuKVCache, spec, [(600, 40)], dtype=torch.bfloat16, threads=threads)
+        torch.testing.assert_close(result, expected, atol=0, rtol=0)

@@ -9,6 +9,7 @@ import torch
 from backend.attention.test_cpu_attention import BLOCK, SPECS, attention_of
 from backend.exactness import PROMPTS, open_engine, run_staggered
 from backend.tiny_models import BY_NAME
+from backend.torch_threads import use_threads
 from nereid_backend import EngineConfig
 from nereid_backend.attention.choose_backend import rounded_cache_class
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
@@ -36,8 +37,8 @@ KINDS = [
 def test_an_integer_is_off_by_at_most_half_a_127th_of_its_vectors_largest():
     torch.manual_seed(0)
     numbers = torch.randn(50, 3, 64) * torch.logspace(-6, 4, 50)[:, None, None]
-    found = Int8KVCache.restored(*Int8KVCache.rounded(numbers))
-    error = (found - numbers).abs().amax(-1)
+    restored = Int8KVCache.restored(*Int8KVCache.rounded(numbers))
+    error = (restored - numbers).abs().amax(-1)
     assert (error <= numbers.abs().amax(-1) / 127 * 0.501).all()
 
 
@@ -45,71 +46,75 @@ def test_an_8_bit_floating_point_number_is_off_by_at_most_a_16th_however_large_i
     torch.manual_seed(0)
     numbers = torch.randn(50, 3, 64) * torch.logspace(-6, 4, 50)[:, None, None]
     numbers[..., 0] *= 1000
-    found = Float8KVCache.restored(*Float8KVCache.rounded(numbers))
+    restored = Float8KVCache.restored(*Float8KVCache.rounded(numbers))
     # Near zero, the distance between two 8-bit numbers is about 2 ** -18 of the largest number of
     # the vector.
-    allowed = numbers.abs() / 16 + numbers.abs().amax(-1, keepdim=True) * 2.0**-18
-    assert ((found - numbers).abs() <= allowed * 1.001).all()
+    allowed_error = numbers.abs() / 16 + numbers.abs().amax(-1, keepdim=True) * 2.0**-18
+    assert ((restored - numbers).abs() <= allowed_error * 1.001).all()
 
 
-@pytest.mark.parametrize("kind", [Int8KVCache, Float8KVCache])
-def test_zeros_stay_zero_and_infinite_numbers_become_nan(kind):
-    kept, scales = kind.rounded(torch.tensor([[0.0, 0.0], [1.0, float("inf")], [1e-40, 0.0]]))
-    assert not kept[0].any()
+@pytest.mark.parametrize("cache_class", [Int8KVCache, Float8KVCache])
+def test_zeros_stay_zero_and_infinite_numbers_become_nan(cache_class):
+    rounded, scales = cache_class.rounded(
+        torch.tensor([[0.0, 0.0], [1.0, float("inf")], [1e-40, 0.0]])
+    )
+    assert not rounded[0].any()
     assert scales[0] == 0
     assert scales[1].isnan()
-    assert kind.restored(kept, scales)[2].abs().max() < 1e-38
+    assert cache_class.restored(rounded, scales)[2].abs().max() < 1e-38
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache_class", KINDS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_is_near_that_over_unrounded_keys_and_values(kind, spec, dtype):
+def test_attention_is_near_that_over_unrounded_keys_and_values(cache_class, spec, dtype):
     exact = attention_of(KVCache, spec, torch.float32)
-    found = attention_of(kind, spec, dtype).float()
-    steps = 4 if kind is Float8KVCache else 1
-    assert found.shape == exact.shape
-    assert (found - exact).abs().max() < 0.06 * steps
-    assert (found - exact).square().mean().sqrt() < 0.012 * steps * exact.square().mean().sqrt()
+    rounded = attention_of(cache_class, spec, dtype).float()
+    assert rounded.shape == exact.shape
+    # A floating-point number of 8 bits has fewer significant bits than an integer.
+    tolerance = 4 if cache_class is Float8KVCache else 1
+    error = rounded - exact
+    assert error.abs().max() < 0.06 * tolerance
+    assert error.square().mean().sqrt() < 0.012 * tolerance * exact.square().mean().sqrt()
     # If there were no difference, the cache would not have rounded the numbers to 8 bits.
-    assert (found - exact).abs().max() > 1e-4
+    assert error.abs().max() > 1e-4
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_native_kernel_equals_the_reference_over_the_same_integers(spec, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = attention_of(CpuInt8KVCache, spec, torch.float32)
-    finally:
-        torch.set_num_threads(before)
+    with use_threads(threads):
+        attention = attention_of(CpuInt8KVCache, spec, torch.float32)
     expected = attention_of(Int8KVCache, spec, torch.float32)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(attention, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 def test_nan_affects_only_its_own_sequence():
     spec = SPECS["three query heads a key head"]
-    clean = attention_of(CpuInt8KVCache, spec, torch.float32)
-    found = attention_of(CpuInt8KVCache, spec, torch.float32, poison=2)
-    assert found[0, 2].isnan().all()
-    torch.testing.assert_close(found[0, 3], clean[0, 3])
+    expected = attention_of(CpuInt8KVCache, spec, torch.float32)
+    attention = attention_of(CpuInt8KVCache, spec, torch.float32, poison=2)
+    assert attention[0, 2].isnan().all()
+    torch.testing.assert_close(attention[0, 3], expected[0, 3])
 
 
-@pytest.mark.parametrize("kind", [Int8KVCache, CpuInt8KVCache, Float8KVCache])
-def test_blocks_are_copied_and_cleared_with_their_scales(kind):
+@pytest.mark.parametrize("cache_class", [Int8KVCache, CpuInt8KVCache, Float8KVCache])
+def test_blocks_are_copied_and_cleared_with_their_scales(cache_class):
     spec = LayerSpec(4, 2, 8, 6)
-    cache = kind([spec], num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    cache = cache_class([spec], num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU)
     torch.manual_seed(0)
     key, value = torch.randn(BLOCK, 2, 8), torch.randn(BLOCK, 2, 6)
-    cache.store(0, key, value, store_rows(torch.arange(BLOCK) + BLOCK, 2, BLOCK))
+    slots_of_block_1 = torch.arange(BLOCK) + BLOCK
+    cache.store(0, key, value, store_rows(slots_of_block_1, 2, BLOCK))
+
     cache.copy_blocks([(1, 3)])
-    first, copy = (cache.gather(0, gather_rows(torch.tensor([[number]]), 2)) for number in (1, 3))
-    torch.testing.assert_close(first, copy, atol=0, rtol=0)
-    rtol = 1 / 16 if kind is Float8KVCache else 0
-    torch.testing.assert_close(first[0][0], key.transpose(0, 1), atol=0.02, rtol=rtol)
+
+    original, copy = (cache.gather(0, gather_rows(torch.tensor([[block]]), 2)) for block in (1, 3))
+    torch.testing.assert_close(copy, original, atol=0, rtol=0)
+    rtol = 1 / 16 if cache_class is Float8KVCache else 0
+    keys, _ = original
+    torch.testing.assert_close(keys[0], key.transpose(0, 1), atol=0.02, rtol=rtol)
     cache.clear([1])
     assert not any(tensor[1].any() for tensor in cache.tensors())
     assert all(tensor[3].any() for tensor in cache.tensors())
@@ -140,43 +145,46 @@ def test_an_engine_with_a_smaller_cache_returns_mostly_the_same_tokens(
     name, stored, block_size, tmp_path
 ):
     folder = BY_NAME[name].save(tmp_path / "model")
-    answers, memory = [], []
-    for setting in ("auto", stored):
-        engine = open_engine(folder, block_size=block_size, kv_cache_dtype=setting)
-        answers.append(run_staggered(engine))
-        info = engine.info
-        memory.append(info.kv_cache_bytes / (info.num_blocks + 1) / block_size)
+
+    def answers_and_bytes_per_token(kv_cache_dtype):
+        engine = open_engine(folder, block_size=block_size, kv_cache_dtype=kv_cache_dtype)
+        answers, info = run_staggered(engine), engine.info
         engine.close()
-    equal = [
-        a == b for one, two in zip(*answers, strict=True) for a, b in zip(one, two, strict=True)
+        assert len(answers) == len(PROMPTS)
+        # The cache has one block more than sequences may use.
+        return answers, info.kv_cache_bytes / (info.num_blocks + 1) / block_size
+
+    exact_answers, exact_bytes = answers_and_bytes_per_token("auto")
+    answers, num_bytes = answers_and_bytes_per_token(stored)
+
+    are_equal = [
+        token == exact_token
+        for answer, exact_answer in zip(answers, exact_answers, strict=True)
+        for token, exact_token in zip(answer, exact_answer, strict=True)
     ]
-    assert len(answers[0]) == len(PROMPTS)
     # The weights are random, so the logits of many tokens are nearly equal. After one different
     # token, the rest of an answer is different as well.
-    assert sum(equal) > (0.5 if stored == "int8" else 0.3) * len(equal)
-    assert memory[1] < 0.4 * memory[0]
+    assert sum(are_equal) > (0.5 if stored == "int8" else 0.3) * len(are_equal)
+    assert num_bytes < 0.4 * exact_bytes
 
 
-@pytest.mark.parametrize(("stored", "difference"), [("int8", 0.05), ("fp8", 0.15)])
+@pytest.mark.parametrize(("stored", "max_difference"), [("int8", 0.05), ("fp8", 0.15)])
 def test_the_self_check_detects_a_window_that_is_off_by_one(
-    stored, difference, tmp_path, monkeypatch
+    stored, max_difference, tmp_path, monkeypatch
 ):
     folder = BY_NAME["mistral, sliding window"].save(tmp_path / "model")
     engine = open_engine(folder, kv_cache_dtype=stored)
     assert engine.info.path == "packed"
-    assert engine.info.self_check_difference < difference
+    assert engine.info.self_check_difference < max_difference
     engine.close()
-    probe = path_variants.probe_layers
+    probe_layers = path_variants.probe_layers
 
-    def wrong(*arguments):
-        layers = probe(*arguments)
-        window = layers[0].window.size - 1
-        return [
-            dataclasses.replace(layer, window=dataclasses.replace(layer.window, size=window))
-            for layer in layers
-        ]
+    def probe_shorter_windows(*arguments):
+        layers = probe_layers(*arguments)
+        window = dataclasses.replace(layers[0].window, size=layers[0].window.size - 1)
+        return [dataclasses.replace(layer, window=window) for layer in layers]
 
-    monkeypatch.setattr(path_variants, "probe_layers", wrong)
+    monkeypatch.setattr(path_variants, "probe_layers", probe_shorter_windows)
     engine = open_engine(folder, kv_cache_dtype=stored)
     assert engine.info.path != "packed"
     engine.close()

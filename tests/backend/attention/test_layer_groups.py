@@ -13,7 +13,7 @@ from backend.tiny_models import VOCAB_SIZE, WINDOW, Family
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerGroups, LayerSpec, LayerWindow, single_group
+from nereid_backend.attention.layers import LayerSpec, LayerWindow, single_group
 from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import ConfigError
@@ -93,33 +93,37 @@ def model(request, tmp_path_factory):
     expected = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        found = reference.generate(
+        token_ids = reference.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=MAX_TOKENS,
             do_sample=False,
             eos_token_id=None,
         )
-        expected.append(found[0, len(prompt) :].tolist())
+        expected.append(token_ids[0, len(prompt) :].tolist())
     return folder, expected
 
 
 def run(engine, params=GREEDY):
-    """Answer all prompts at the same time, and verify the blocks after each step."""
-    answers: dict[tuple[int, int], list[int]] = {}
+    """Answer all prompts at the same time, and verify the blocks after each step.
+
+    Returns:
+        For each prompt, the tokens of each of its answers.
+    """
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, params)
+    answers = {}
     while engine.has_work():
         for update in engine.step():
-            answers.setdefault((int(update.request_id), update.index), []).extend(
-                update.new_token_ids
-            )
+            key = (int(update.request_id), update.index)
+            answers.setdefault(key, []).extend(update.new_token_ids)
         engine.check()
     assert engine.stats().kv_cache_blocks_used == 0
-    return [[answers[i, index] for index in range(params.n)] for i in range(len(PROMPTS))]
+    return [[answers[number, index] for index in range(params.n)] for number in range(len(PROMPTS))]
 
 
 def open_with_groups(folder, **settings):
+    """Open an engine whose layers form several groups."""
     engine = open_engine(folder, **{"max_num_batched_tokens": 16, **settings})
     assert engine.info.path == "packed"
     assert len(engine._parts.scheduler.windows) > 1
@@ -156,54 +160,66 @@ def test_sequences_of_one_request_share_the_blocks_of_all_groups(model):
 def test_preempted_sequences_give_the_same_tokens(model):
     folder, expected = model
     engine = open_with_groups(folder, max_model_len=180)
-    pool, scheduler = engine._parts.pool, engine._parts.scheduler
-    needed = max_sequence_blocks(scheduler.windows, 180, 16, 4)
-    held = pool.allocate(pool.num_free - needed)
-    # Several short prompts run at the same time. Their answers need more blocks than the pool has.
-    numbers = [1, 1, 1, 1, 1, 1, *range(len(PROMPTS))]
-    for request, number in enumerate(numbers):
-        engine.add_request(str(request), PROMPTS[number], GREEDY)
-    answers: dict[str, list[int]] = {}
+    pool, windows = engine._parts.pool, engine._parts.scheduler.windows
+    # The longest sequence fits into the free blocks. Several short prompts run at the same time,
+    # and their answers need more blocks.
+    num_free = max_sequence_blocks(windows, num_tokens=180, max_step_tokens=16, block_size=4)
+    withheld_blocks = pool.allocate(pool.num_free - num_free)
+    prompt_numbers = [1, 1, 1, 1, 1, 1, *range(len(PROMPTS))]
+    for request_number, prompt_number in enumerate(prompt_numbers):
+        engine.add_request(str(request_number), PROMPTS[prompt_number], GREEDY)
+
+    answers = {}
     while engine.has_work():
         for update in engine.step():
-            answers.setdefault(update.request_id, []).extend(update.new_token_ids)
+            answers.setdefault(int(update.request_id), []).extend(update.new_token_ids)
+
     assert engine.stats().num_preemptions > 0
-    assert [answers[str(i)] for i in range(len(numbers))] == [expected[i] for i in numbers]
-    pool.release(held)
+    assert [answers[i] for i in range(len(answers))] == [expected[i] for i in prompt_numbers]
+    pool.release(withheld_blocks)
     engine.check()
     engine.close()
 
 
 def test_a_cached_prefix_is_found_although_blocks_before_the_window_were_evicted(model):
     folder, expected = model
-    engine = open_with_groups(folder)
+    engine = open_with_groups(folder, block_size=4)
     run(engine)
-    scheduler = engine._parts.scheduler
     prompt = PROMPTS[3]
-    hashes = scheduler.cache.prefix_hashes(Sequence("", prompt, GREEDY, max_total_tokens=200))
-    num_needed = -(-WINDOW // 4) + 1
-    for window, blocks in zip(scheduler.windows, scheduler.cache._blocks, strict=True):
-        for block_hash in hashes[:-num_needed] if window is not None else []:
-            scheduler.cache.forget(blocks[block_hash])
+    evict_blocks_before_window(engine._parts.scheduler, prompt)
+
     (output,) = engine.generate([prompt], GREEDY)
+
     assert output.outputs[0].token_ids == expected[3]
+    # The engine computes at least the last token. The other full blocks are cached.
     assert output.num_cached_tokens == (len(prompt) - 1) // 4 * 4
     engine.check()
     engine.close()
 
 
+def evict_blocks_before_window(scheduler, prompt):
+    """Remove the blocks of a prompt from the cache that the groups with windows do not need."""
+    hashes = scheduler.cache.prefix_hashes(Sequence("", prompt, GREEDY, max_total_tokens=200))
+    num_needed = -(-WINDOW // 4) + 1
+    for window, cached_blocks in zip(scheduler.windows, scheduler.cache._blocks, strict=True):
+        if window is not None:
+            for block_hash in hashes[:-num_needed]:
+                scheduler.cache.forget(cached_blocks[block_hash])
+
+
 @pytest.mark.long
 def test_a_compiled_forward_pass_reads_the_block_table_of_each_group(model):
     folder, expected = model
-    lines: list[str] = []
-    settings = {"block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    lines = []
     config = EngineConfig(
         str(folder),
         dtype="float32",
         num_threads=1,
         kv_cache_memory="4MiB",
         compile_forward=True,
-        **settings,
+        block_size=16,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
     )
     engine = Engine(config, lines.append)
     # torch cannot trace the mixture of experts of Llama 4 for a variable number of tokens. For this
@@ -226,72 +242,88 @@ W, C = AttentionWindow(((64, None),)), AttentionWindow(((None, 32),))
 
 
 def test_layers_are_divided_by_window_into_groups_of_equal_size():
-    assert divide_layers(layers("WWWWWF" * 2), 10000, 64, 16) == LayerGroups(
-        (None, W, W, W, W, W),
-        (
-            *((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0)),
-            *((3, 1), (4, 0), (4, 1), (5, 0), (5, 1), (0, 1)),
-        ),
-    )
+    groups = divide_layers(layers("WWWWWF" * 2), 10000, max_step_tokens=64, block_size=16)
+    assert groups.windows == (None, W, W, W, W, W)
+    # A place is the index of a group and the index of a layer in its group.
+    first_six_layers = ((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0))
+    last_six_layers = ((3, 1), (4, 0), (4, 1), (5, 0), (5, 1), (0, 1))
+    assert groups.places == (*first_six_layers, *last_six_layers)
+
     # The groups of C and W contain one layer less than the group of F. Three such groups need less
     # than 5 % more memory than four groups of one layer.
-    assert divide_layers(layers("FCFW"), 10000, 64, 16).windows == (None, C, W)
+    groups = divide_layers(layers("FCFW"), 10000, max_step_tokens=64, block_size=16)
+    assert groups.windows == (None, C, W)
 
 
 def test_layers_form_one_group_if_groups_save_no_memory():
+    def divide(specs, max_model_len):
+        return divide_layers(specs, max_model_len, max_step_tokens=64, block_size=16)
+
     mixed = layers("WF")
-    assert divide_layers(mixed, 100, 64, 16) == single_group(mixed)
-    assert len(divide_layers(mixed, 1000, 64, 16).windows) == 2
+    assert divide(mixed, max_model_len=100) == single_group(mixed)
+    assert len(divide(mixed, max_model_len=1000).windows) == 2
     # With one layer in each group, there would be 51 groups.
-    many = divide_layers(layers("W" * 50 + "F"), 100_000, 64, 16)
-    assert len(many.windows) <= 16
+    assert len(divide(layers("W" * 50 + "F"), max_model_len=100_000).windows) <= 16
 
 
 def test_every_combination_without_groups_has_a_reason():
     spec = PathSpec("packed", build=None, layers=layers("WF"))
-    cpu = torch.device("cpu")
 
-    def reason(spec=spec, device=cpu, max_model_len=10_000, **settings):
-        config = EngineConfig("model", **settings)
-        groups, reason = choose_layer_groups(config, spec, device, max_model_len, 64)
+    def reason(device="cpu", max_model_len=10_000, settings=None, **changes):
+        """Return the reason why the layers form one group, or "" if they form several groups.
+
+        `changes` are changed attributes of the forward path.
+        """
+        config = EngineConfig("model", **(settings or {}))
+        changed = dataclasses.replace(spec, **changes)
+        groups, reason = choose_layer_groups(
+            config, changed, torch.device(device), max_model_len, 64
+        )
         assert (len(groups.windows) == 1) == (reason != "")
         return reason
 
     assert reason() == ""
-    assert "same tokens" in reason(dataclasses.replace(spec, layers=layers("FF")))
-    assert "padded" in reason(dataclasses.replace(spec, name="padded"))
-    assert "one pass" in reason(dataclasses.replace(spec, whole_prefill=True))
-    assert "outside of blocks" in reason(dataclasses.replace(spec, bytes_per_token=8))
-    assert "GPUs" in reason(device=torch.device("cuda"))
-    assert "on disk" in reason(prefix_cache_disk="/folder")
-    assert "draft model" in reason(draft_model="/folder")
-    assert "tensor parallelism" in reason(tensor_parallel_size=2)
+    assert "same tokens" in reason(layers=layers("FF"))
+    assert "padded" in reason(name="padded")
+    assert "one pass" in reason(whole_prefill=True)
+    assert "outside of blocks" in reason(bytes_per_token=8)
+    assert "GPUs" in reason(device="cuda")
+    assert "on disk" in reason(settings={"prefix_cache_disk": "/folder"})
+    assert "draft model" in reason(settings={"draft_model": "/folder"})
+    assert "tensor parallelism" in reason(settings={"tensor_parallel_size": 2})
     assert "save little memory" in reason(max_model_len=100)
-    shapes = [*layers("F"), *layers("W", key_dim=32)]
-    assert "different sizes" in reason(dataclasses.replace(spec, layers=shapes))
+    layers_of_two_shapes = [*layers("F"), *layers("W", key_dim=32)]
+    assert "different sizes" in reason(layers=layers_of_two_shapes)
 
 
 def test_the_memory_plan_counts_the_blocks_of_all_groups():
-    config = EngineConfig("model", max_model_len=1000, max_num_seqs=4)
+    # A block of 16 tokens with 64 bytes each has 1 KiB.
     block = BlockShape(bytes_per_token=64, block_size=16, windows=(None, W), max_step_tokens=16)
     # 63 blocks for the group with full attention, and 6 blocks for the window and the step of the
     # other group.
     assert block.num_sequence_blocks(1000) == 69
-    limit = LengthLimit(2000, "")
-    plan = plan_memory(config, block, 0, limit, num_bytes=70 * 1024)
-    assert (plan.num_blocks, plan.max_model_len) == (69, 1000)
+
+    def plan(num_kib, **settings):
+        config = EngineConfig("model", max_num_seqs=4, **settings)
+        limit = LengthLimit(2000, "")
+        return plan_memory(config, block, 0, limit, num_bytes=num_kib * 1024)
+
+    assert plan(70, max_model_len=1000).num_blocks == 69
+    assert plan(70, max_model_len=1000).max_model_len == 1000
     with pytest.raises(ConfigError, match=r"enough for 992 tokens.*needs 70.0 KiB"):
-        plan_memory(config, block, 0, limit, num_bytes=69 * 1024)
-    config = EngineConfig("model", max_num_seqs=4)
-    assert plan_memory(config, block, 0, limit, num_bytes=69 * 1024).max_model_len == 992
-    assert plan_memory(config, block, 0, limit, num_bytes=1000 * 1024).max_model_len == 2000
+        plan(69, max_model_len=1000)
+    # Without the setting, the memory and the limit of the model determine the length.
+    assert plan(69).max_model_len == 992
+    assert plan(1000).max_model_len == 2000
 
 
-@pytest.mark.parametrize("kind", [KVCache, Int8KVCache])
-def test_layers_with_the_same_place_share_the_tensors_of_a_cache(kind):
+@pytest.mark.parametrize(
+    ("cache_class", "tensors_per_place"), [(KVCache, 2), (Int8KVCache, 4)], ids=["plain", "int8"]
+)
+def test_layers_with_the_same_place_share_the_tensors_of_a_cache(cache_class, tensors_per_place):
     specs = layers("WWWF")
-    groups = divide_layers(specs, 10_000, 64, 16)
-    cache = kind(
+    groups = divide_layers(specs, 10_000, max_step_tokens=64, block_size=16)
+    cache = cache_class(
         specs,
         num_blocks=6,
         block_size=16,
@@ -301,7 +333,9 @@ def test_layers_with_the_same_place_share_the_tensors_of_a_cache(kind):
     )
     assert groups.num_places == 1
     assert cache.group_of == [1, 2, 3, 0]
-    assert len(cache.tensors()) == 2 * (1 + (kind is Int8KVCache))
+    # The tensors of a place are the keys and values. An 8-bit cache also has their scales.
+    assert len(cache.tensors()) == tensors_per_place
+
     for tensor in cache.tensors():
         tensor[2] = 3
     content = cache.read_block(2)
@@ -314,22 +348,25 @@ def test_layers_with_the_same_place_share_the_tensors_of_a_cache(kind):
 
 def test_a_small_pool_runs_more_requests_with_groups(tmp_path):
     folder = FAMILIES["cohere2"].save(tmp_path)
-    engine = open_with_groups(folder, kv_cache_memory="256KiB", max_model_len=200)
-    single = open_engine(folder, kv_cache_memory="256KiB", max_model_len=200)
-    assert single._parts.scheduler.windows == (None,)
+    settings = {"kv_cache_memory": "256KiB", "max_model_len": 200}
+    # A step of only 16 tokens lets the engine divide the layers into groups.
+    engine_with_groups = open_with_groups(folder, max_num_batched_tokens=16, **settings)
+    engine_with_one_group = open_engine(folder, **settings)
+    assert engine_with_one_group._parts.scheduler.windows == (None,)
+    assert engine_with_groups.info.kv_cache_bytes <= 2**18
 
-    def most_running(engine):
+    def max_running_requests(engine):
         rng = random.Random(1)
         for number in range(8):
             prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(150)]
             engine.add_request(str(number), prompt, GREEDY)
-        most = 0
+        max_running = 0
         while engine.has_work():
             engine.step()
-            most = max(most, engine.stats().num_requests_running)
-        return most
+            max_running = max(max_running, engine.stats().num_requests_running)
+        return max_running
 
-    assert engine.info.kv_cache_bytes <= 2**18
-    assert most_running(engine) >= 2 * most_running(single)
-    engine.close()
-    single.close()
+    num_with_one_group = max_running_requests(engine_with_one_group)
+    assert max_running_requests(engine_with_groups) >= 2 * num_with_one_group
+    engine_with_groups.close()
+    engine_with_one_group.close()

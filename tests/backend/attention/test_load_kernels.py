@@ -25,11 +25,11 @@ def test_the_kernels_are_built_if_there_is_a_compiler():
 @pytest.fixture
 def precompiled(tmp_path, monkeypatch):
     """The path of a precompiled library for the best instruction set. No C++ compiler is found."""
-    built = load_kernels.load_library()._name
+    compiled_library = load_kernels.load_library()._name
     monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
     monkeypatch.setattr(compile_kernels, "COMPILERS", ())
     path = tmp_path / f"{usable_instruction_sets()[0].name}.so"
-    shutil.copy(built, path)
+    shutil.copy(compiled_library, path)
     return path
 
 
@@ -45,9 +45,10 @@ def test_a_library_of_the_package_that_cannot_be_loaded_is_ignored(
     precompiled.write_bytes(b"no library")
     with pytest.raises(compile_kernels.KernelBuildError, match="no C\\+\\+ compiler was found"):
         load_kernels.load_library()
-    monkeypatch.undo()
+
+    monkeypatch.undo()  # The compiler is found again.
+    monkeypatch.setattr(load_kernels, "_PRECOMPILED", precompiled.parent)
     with caplog.at_level(logging.WARNING):
-        monkeypatch.setattr(load_kernels, "_PRECOMPILED", precompiled.parent)
         assert load_kernels.load_library()._name != str(precompiled)
     assert "The precompiled CPU kernels cannot be used" in caplog.text
 
@@ -55,19 +56,20 @@ def test_a_library_of_the_package_that_cannot_be_loaded_is_ignored(
 def test_a_second_build_waits_for_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    builds = []
+    built_paths = []
 
-    def build(compiler, instruction_set, path):
-        builds.append(path)
+    def slow_build(compiler, instruction_set, path):
+        built_paths.append(path)
         time.sleep(0.2)
         # Any library that can be loaded suffices for this test.
         path.symlink_to(load_kernels._TORCH_LIBRARY)
 
-    monkeypatch.setattr(load_kernels, "_build", build)
+    monkeypatch.setattr(load_kernels, "_build", slow_build)
     instruction_set = usable_instruction_sets()[-1]
     with ThreadPoolExecutor() as pool:
         list(pool.map(load_kernels._load, 3 * [instruction_set]))
-    (path,) = builds
+
+    (path,) = built_paths
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -106,35 +108,40 @@ def test_torch_may_be_installed_in_a_folder_whose_name_has_a_space(monkeypatch):
     assert load_kernels._openmp_path() == str(openmp)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 100, 100_000])
-def test_a_library_that_was_truncated_on_disk_is_built_again(kept_bytes, tmp_path, monkeypatch):
-    whole = Path(load_kernels.load_library()._name)
+@pytest.mark.parametrize("remaining_bytes", [0, 100, 100_000])
+def test_a_library_that_was_truncated_on_disk_is_built_again(
+    remaining_bytes, tmp_path, monkeypatch
+):
+    complete_library = Path(load_kernels.load_library()._name)
     instruction_set = usable_instruction_sets()[0]
     monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    builds = []
+    built_paths = []
 
     def build(compiler, instruction_set, path):
-        builds.append(path)
-        shutil.copy(whole, path)
+        built_paths.append(path)
+        shutil.copy(complete_library, path)
 
     monkeypatch.setattr(load_kernels, "_build", build)
     load_kernels._load(instruction_set)
-    damaged = tmp_path / "damaged"
-    damaged.write_bytes(whole.read_bytes()[:kept_bytes])
-    damaged.replace(builds[0])  # A power failure can truncate a file in this way.
+    truncated = tmp_path / "truncated"
+    truncated.write_bytes(complete_library.read_bytes()[:remaining_bytes])
+    truncated.replace(built_paths[0])  # A power failure can truncate a file in this way.
+
     library = load_kernels._load(instruction_set)
-    assert builds == 2 * [Path(library._name)]
+    assert built_paths == 2 * [Path(library._name)]
+    # The complete library is not built again.
     load_kernels._load(instruction_set)
-    assert len(builds) == 2
+    assert len(built_paths) == 2
 
 
 def test_a_wheel_build_deletes_the_libraries_that_it_has_compiled(monkeypatch, tmp_path):
     pytest.importorskip("hatchling")
     file = ROOT / "backend" / "hatch_build.py"
-    specification = importlib.util.spec_from_file_location("hatch_build", file)
-    hatch_build = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(hatch_build)
+    module_spec = importlib.util.spec_from_file_location("hatch_build", file)
+    hatch_build = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(hatch_build)
+    # This object replaces the modules of the package that compile the kernels.
     fake_modules = SimpleNamespace(
         KernelBuildError=OSError,
         find_compiler=lambda: "cc",
@@ -146,9 +153,11 @@ def test_a_wheel_build_deletes_the_libraries_that_it_has_compiled(monkeypatch, t
     monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(hatch_build.tempfile, "tempdir", str(tmp_path))
     hook = hatch_build.PrecompiledKernels(str(ROOT / "backend"), {}, None, None, "", "wheel")
-    data = {"force_include": {}}
-    hook.initialize("standard", data)
-    (library,) = map(Path, data["force_include"])
+    build_data = {"force_include": {}}
+
+    hook.initialize("standard", build_data)
+    (library,) = map(Path, build_data["force_include"])
     assert (library.name, library.is_file()) == ("avx2.so", True)
-    hook.finalize("standard", data, "")
+
+    hook.finalize("standard", build_data, "")
     assert not list(tmp_path.iterdir())

@@ -23,28 +23,25 @@ SHAPES = [(0, 1), (1, 1), (17, 1), (30, 1), (0, 9), (5, 7), (16, 14)]
 def slow_attention(query, keys, values, spec, scale, sinks):
     """Return the attention of the last token by the definition, computed in float64."""
     position = len(keys) - 1
-    out = []
+    is_visible = torch.ones(len(keys), dtype=torch.bool)
+    for other in range(len(keys)):
+        if spec.window.size is not None and position - other >= spec.window.size:
+            is_visible[other] = False
+        if spec.window.chunk is not None:
+            is_visible[other] &= other // spec.window.chunk == position // spec.window.chunk
+    outputs = []
     for head in range(spec.num_heads):
         kv_head = head // (spec.num_heads // spec.num_kv_heads)
-        scores, seen = [], []
-        for other in range(len(keys)):
-            if spec.window.size is not None and position - other >= spec.window.size:
-                continue
-            if spec.window.chunk is not None and other // spec.window.chunk != (
-                position // spec.window.chunk
-            ):
-                continue
-            score = float(query[head].double() @ keys[other, kv_head].double()) * scale
-            if spec.softcap is not None:
-                score = spec.softcap * torch.tanh(torch.tensor(score / spec.softcap)).item()
-            scores.append(score)
-            seen.append(values[other, kv_head].double())
+        visible_values = values[is_visible, kv_head].double()
+        scores = keys[is_visible, kv_head].double() @ query[head].double() * scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
         if sinks is not None:
-            scores.append(float(sinks[head]))
-            seen.append(torch.zeros_like(seen[0]))
-        weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-        out.append((weights[:, None] * torch.stack(seen)).sum(0))
-    return torch.stack(out)
+            # A sink is an additional score, which belongs to no token.
+            scores = torch.cat([scores, sinks[head].double()[None]])
+        weights = scores.softmax(0)[: len(visible_values)]
+        outputs.append(weights @ visible_values)
+    return torch.stack(outputs)
 
 
 SPECS = [
@@ -67,34 +64,23 @@ def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch)
     # groups.
     monkeypatch.setattr(length_groups, "_SHORT_BLOCKS", short_blocks)
     torch.manual_seed(0)
-    pool = list(range(60))
-    random.Random(0).shuffle(pool)
-    free = iter(pool)
-    cache = KVCache([spec], num_blocks=len(pool), block_size=BLOCK, dtype=torch.float32, device=CPU)
+    cache = KVCache([spec], num_blocks=60, block_size=BLOCK, dtype=torch.float32, device=CPU)
     builder = BatchBuilder(
         max_num_seqs=len(SHAPES), max_model_len=40, block_size=BLOCK, null_block=cache.null_block
     )
-    chunks, sequences = [], []
-    for row, (num_cached, num_new) in enumerate(SHAPES):
-        total = num_cached + num_new
-        sequence = Sequence(str(row), [1] * total, SamplingParams(), max_total_tokens=99)
-        sequence.row = row
-        sequence.block_table = list(itertools.islice(free, -(-total // BLOCK)))
-        chunks.append(Chunk(sequence, num_cached, num_new, True, True, 1))
-        keys = torch.randn(total, spec.num_kv_heads, spec.key_dim)
-        values = torch.randn(total, spec.num_kv_heads, spec.value_dim)
-        sequences.append((keys, values))
-        slots = [sequence.block_table[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_cached)]
-        rows = store_rows(torch.tensor(slots).long(), spec.num_kv_heads, BLOCK)
-        cache.store(0, keys[:num_cached], values[:num_cached], rows)
-    plan = StepPlan(chunks, sum(new for _, new in SHAPES))
+    chunks, keys_and_values = fill_cache(cache, spec, num_blocks=60)
+    plan = StepPlan(chunks, sum(num_new for _, num_new in SHAPES))
     batch = builder.build(plan, CPU)
     assert len(batch.attention.decodes) == (2 if short_blocks == 1 else 1)
     query = torch.randn(1, spec.num_heads, plan.num_tokens, spec.key_dim)
-    new_keys = torch.cat([k[c:] for (k, _), (c, _) in zip(sequences, SHAPES, strict=True)])
-    new_values = torch.cat([v[c:] for (_, v), (c, _) in zip(sequences, SHAPES, strict=True)])
     sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
-    out = PagedForward(cache, batch.attention)(
+    starts = [num_cached for num_cached, _ in SHAPES]
+    new_keys, new_values = (
+        torch.cat([tensor[start:] for tensor, start in zip(tensors, starts, strict=True)])
+        for tensors in zip(*keys_and_values, strict=True)
+    )
+
+    outputs = PagedForward(cache, batch.attention)(
         torch.nn.Module(),
         query,
         new_keys.transpose(0, 1)[None],
@@ -102,15 +88,42 @@ def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch)
         scaling=0.3,
         s_aux=sinks,
     )
-    assert out.shape == (1, plan.num_tokens, spec.num_heads, spec.value_dim)
+
+    assert outputs.shape == (1, plan.num_tokens, spec.num_heads, spec.value_dim)
     token = 0
-    for (keys, values), (num_cached, num_new) in zip(sequences, SHAPES, strict=True):
-        for position in range(num_cached, num_cached + num_new):
-            expected = slow_attention(
-                query[0, :, token], keys[: position + 1], values[: position + 1], spec, 0.3, sinks
-            )
-            torch.testing.assert_close(out[0, token].double(), expected, atol=2e-6, rtol=2e-5)
+    for (keys, values), start in zip(keys_and_values, starts, strict=True):
+        for length in range(start + 1, len(keys) + 1):
+            visible = keys[:length], values[:length]
+            expected = slow_attention(query[0, :, token], *visible, spec, 0.3, sinks)
+            torch.testing.assert_close(outputs[0, token].double(), expected, atol=2e-6, rtol=2e-5)
             token += 1
+
+
+def fill_cache(cache, spec, num_blocks):
+    """Store random keys and values for the cached tokens of the sequences in `SHAPES`.
+
+    Returns:
+        The chunks with the new tokens, and the keys and values of all tokens of each sequence.
+    """
+    blocks = list(range(num_blocks))
+    random.Random(0).shuffle(blocks)
+    free_blocks = iter(blocks)
+    chunks, keys_and_values = [], []
+    for row, (num_cached, num_new) in enumerate(SHAPES):
+        length = num_cached + num_new
+        sequence = Sequence(str(row), [1] * length, SamplingParams(), max_total_tokens=99)
+        sequence.row = row
+        sequence.block_table = list(itertools.islice(free_blocks, -(-length // BLOCK)))
+        chunks.append(
+            Chunk(sequence, num_cached, num_new, samples=True, is_first=True, num_logits=1)
+        )
+        keys = torch.randn(length, spec.num_kv_heads, spec.key_dim)
+        values = torch.randn(length, spec.num_kv_heads, spec.value_dim)
+        keys_and_values.append((keys, values))
+        slots = [sequence.block_table[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_cached)]
+        rows = store_rows(torch.tensor(slots).long(), spec.num_kv_heads, BLOCK)
+        cache.store(0, keys[:num_cached], values[:num_cached], rows)
+    return chunks, keys_and_values
 
 
 def test_slices_of_queries_equal_all_queries_at_once(monkeypatch):

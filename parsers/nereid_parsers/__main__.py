@@ -54,14 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return 1
     except (NereidParsersError, OSError, ValueError) as error:
-        message = str(error)
         if isinstance(error, OSError) and error.filename is None:
             # The standard output cannot be written. Example: the disk is full.
             _discard_output()
-        elif isinstance(error, OSError):
-            message = f"The file {error.filename} cannot be read ({error.strerror})."
-        sys.stderr.write(f"nereid_parsers: {message}\n")
+        sys.stderr.write(f"nereid_parsers: {_describe_error(error)}\n")
         return _EXIT_ERROR
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the message for the user. The message names the file, if any."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"The file {error.filename} cannot be read ({error.strerror})."
+    return str(error)
 
 
 def _prepare_standard_streams() -> None:

@@ -59,8 +59,14 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
     prefill = _unfinished_message(fmt, layout, prompt)
     if not prefill.strip():
         return StartPoint(_STAGE_IN_HEADER)
-    # CONTENT is the stage before the prefill. When the parser reads the marker `<|start|>` in the
-    # prefill, the stage changes.
+    return _start_before_prefill(prefill)
+
+
+def _start_before_prefill(prefill: str) -> StartPoint:
+    """Return the state in which a parser reads the prefill, such as `<think>`.
+
+    The stage is CONTENT. A marker in the prefill, such as `<think>` or `<|start|>`, changes it.
+    """
     return StartPoint(Stage.CONTENT, prefill)
 
 
@@ -80,9 +86,7 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     prefill = _prefill_of(fmt, layout, prompt)
     if not prefill.strip():
         return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
-    # CONTENT is the stage before the prefill. When the parser reads a prefill such as `<think>`,
-    # the stage changes to REASONING.
-    return StartPoint(Stage.CONTENT, prefill)
+    return _start_before_prefill(prefill)
 
 
 def _prefill_of(fmt: FormatData, layout: Sections, prompt: str) -> str:

@@ -193,7 +193,8 @@ def _possible_reasoning(fmt: FormatData, layout: Sections, declaration: Reasonin
     opening = declaration.open.strip()
     options = [_tagged_reasoning(fmt, layout, declaration, opening=opening)]
     if declaration.is_opened_by_model:
-        options.append(const(declaration.close.strip()))
+        skipped_reasoning = const(declaration.close.strip())
+        options.append(skipped_reasoning)
     # White space around the markers is optional, because some models omit the white space.
     return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE, _repeated_header(fmt)))
 
@@ -311,8 +312,8 @@ def _text_with_calls(
     if _is_unmarked_list(section):
         return _list_or_text(section, request)
     calls = _marked_calls(section, request)
-    # Calls without an end marker are a node that ends with its last call, as in `<calls>f(), g()`.
-    have_no_end_marker = any(map(_ends_with_repeated_call, calls))
+    # If the node of the calls ends with a repeated call, no marker follows: `<calls>f(), g()`.
+    have_no_end_marker = any(_ends_with_repeated_call(node) for node in calls)
     if have_no_end_marker:
         return _text_then_calls(section, calls)
     return _text_around_calls(fmt, layout, section, calls, request)
@@ -392,8 +393,9 @@ def _triggers(
     other_markers = _markers_outside_calls(fmt, layout)
     starts = [node["begin"] for node in tags]
     call = section.calls[0]  # Constrained output contains only the first variant of a tool call.
+    short_trigger = trigger_of(section)  # Such as `<|channel|>`.
     longer_trigger = call.open.lstrip() + first_literal(call.head)  # Such as `<|channel|>tool.`.
-    for trigger in (trigger_of(section), longer_trigger):
+    for trigger in (short_trigger, longer_trigger):
         if _is_usable_trigger(trigger, starts, other_markers):
             return [trigger]
     # The whole start of each tool call is a trigger, such as `<call>f:`. A long text is less likely

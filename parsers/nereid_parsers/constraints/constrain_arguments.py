@@ -14,6 +14,7 @@ from nereid_parsers.constraints.constrain_nodes import (
     Node,
     any_text,
     const,
+    joined,
     json_schema,
     one_of,
     optional,
@@ -106,7 +107,7 @@ def _tagged_value(declaration: TaggedArguments, argument: Argument) -> Node:
     """
     tags = declaration.for_key(argument.key)
     schema = argument.schema
-    types = json_types_of(schema, root=schema)
+    types = json_types_of(schema, root=schema)  # The schema contains its own definitions.
     if types is not None and "string" not in types:
         return _tagged_json(tags, argument.key, schema, types)
     choices = choices_of(schema)  # The values that the schema lists, or None.
@@ -300,8 +301,8 @@ def _simplest_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments
       `<p><![CDATA[3]]></p>`, only `<p>3</p>` is returned.
     """
     forms_without_type = [form for form in forms if "{type}" not in form.open]
-    possible_forms = forms_without_type or forms
-    return tuple(form for form in possible_forms if not _has_unquoted_form(form, forms))
+    possible_forms = tuple(forms_without_type) or forms
+    return tuple(form for form in possible_forms if not _has_unquoted_form(form, possible_forms))
 
 
 def _has_unquoted_form(form: TaggedArguments, forms: tuple[TaggedArguments, ...]) -> bool:
@@ -357,7 +358,7 @@ def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
         """Return the node for `key=value`."""
         return sequence(const(f"{key}="), _python_value(tool.arguments.schema_of(key)))
 
-    arguments = comma_separated(tool.arguments, argument, ", ")
+    arguments = separated_members(tool.arguments, argument, ", ")
     return sequence(const(f"{tool.name}{declaration.suffix}("), arguments, const(")"))
 
 
@@ -372,6 +373,7 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     types = json_types_of(schema, root=schema)
     if types == _BOOLEAN_ONLY:
         return one_of(const("True"), const("False"), json_schema(schema))
+    # The keyword `enum` may list no null although the keyword `type` allows null.
     if types is not None and "null" in types and _allows_null(schema):
         return one_of(const("None"), json_schema(schema))
     # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.
@@ -390,7 +392,7 @@ def _allows_null(schema: Mapping[str, Any]) -> bool:
     return not choices or None in choices
 
 
-def comma_separated(
+def separated_members(
     schema: ObjectSchema, member_node: Callable[[str], Node], separator: str
 ) -> Node:
     """Return the grammar node for the members of an object, separated by `separator`.
@@ -411,10 +413,8 @@ def comma_separated(
     optionals = [member_node(key) for key in schema.optional_keys]
     if not required:
         return _list_of_optional(optionals, separator)
-    # A separator precedes each member except the first.
-    first_required, *other_required = required
-    other_members = [sequence(const(separator), member) for member in other_required]
-    return sequence(first_required, *other_members, *_optional_followers(optionals, separator))
+    all_required = joined(required, separator)
+    return sequence(all_required, *_optional_followers(optionals, separator))
 
 
 def _list_of_optional(members: list[Node], separator: str) -> Node:

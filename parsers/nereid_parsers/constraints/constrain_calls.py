@@ -15,6 +15,7 @@ from nereid_parsers.constraints.constrain_nodes import (
     WHITESPACE,
     Node,
     const,
+    joined,
     json_schema,
     one_of,
     one_or_more,
@@ -364,8 +365,7 @@ def _members_at_paths(node_by_path: Mapping[str, Node]) -> Node:
         key, _, inner_path = path.partition(".")  # `inner_path` is "" if the path is only one key.
         nodes_by_key.setdefault(key, {})[inner_path] = node
     members = [_member(key, node_by_inner_path) for key, node_by_inner_path in nodes_by_key.items()]
-    members_after_first = [sequence(const(", "), member) for member in members[1:]]
-    return sequence(*members[:1], *members_after_first)
+    return joined(members, ", ")
 
 
 def _member(key: str, node_by_inner_path: Mapping[str, Node]) -> Node:

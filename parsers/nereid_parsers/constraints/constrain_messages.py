@@ -86,20 +86,18 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
     next_message_start = const(layout.start)  # Such as `<|start|>assistant`.
+    if state is ReasoningState.EXCLUDED:
+        return next_message_start
     # The node cannot contain a reasoning message if no marker such as `<|end|>` ends messages.
     route = first_route(layout, Stage.REASONING) if layout.ends else None
-    match state:
-        case ReasoningState.EXCLUDED:
-            return next_message_start
-        case ReasoningState.OPEN:
-            if route is None:
-                raise unclosed_reasoning_error(fmt)
-            return sequence(_reasoning_body(fmt, layout), next_message_start)
-        case ReasoningState.POSSIBLE | ReasoningState.ENDED:
-            if route is None:
-                return NOTHING
-            header = const(header_text(layout, route))
-            return optional(sequence(header, _reasoning_body(fmt, layout), next_message_start))
+    if state is ReasoningState.OPEN:
+        if route is None:
+            raise unclosed_reasoning_error(fmt)
+        return sequence(_reasoning_body(fmt, layout), next_message_start)
+    if route is None:
+        return NOTHING
+    header = const(header_text(layout, route))
+    return optional(sequence(header, _reasoning_body(fmt, layout), next_message_start))
 
 
 def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:

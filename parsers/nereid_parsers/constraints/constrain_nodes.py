@@ -199,13 +199,19 @@ def sequence(*parts: Node) -> Node:
     `const("<a>x")`.
     """
     elements = [element for part in parts for element in elements_of(part)]
-    joined: list[Node] = []
+    merged: list[Node] = []
     for element in elements:
-        if joined and _is_const(joined[-1]) and _is_const(element):
-            joined[-1] = const(joined[-1]["value"] + element["value"])
+        if merged and _is_const(merged[-1]) and _is_const(element):
+            merged[-1] = const(merged[-1]["value"] + element["value"])
         elif element != NOTHING:
-            joined.append(element)
-    return joined[0] if len(joined) == 1 else {"type": "sequence", "elements": joined}
+            merged.append(element)
+    return merged[0] if len(merged) == 1 else {"type": "sequence", "elements": merged}
+
+
+def joined(parts: list[Node], separator: str) -> Node:
+    """Return the grammar node that matches all `parts` in order, with `separator` between them."""
+    separated_parts = [sequence(const(separator), part) for part in parts[1:]]
+    return sequence(*parts[:1], *separated_parts)
 
 
 def elements_of(node: Node) -> list[Node]:
@@ -241,12 +247,12 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
     are many items, a smaller node is returned if the separator allows this.
     """
     item = one_of(*items)
-    is_small = len(items) <= _MAX_DUPLICATED_ITEMS
-    if not is_small and separator == WHITESPACE:
+    has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
+    if has_many_items and separator == WHITESPACE:
         # The node `(item separator)+` requires a separator after the last item as well. This
         # requirement is harmless, because `WHITESPACE` also matches the empty text.
         return {"type": "plus", "content": sequence(item, separator)}
-    if not is_small and _is_const(separator):
+    if has_many_items and _is_const(separator):
         return separated_tags(items, separator["value"])
     further_items = {"type": "star", "content": sequence(separator, item)}
     return sequence(item, further_items)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nereid_parsers.constraints.constrain_arguments import comma_separated
+from nereid_parsers.constraints.constrain_arguments import separated_members
 from nereid_parsers.constraints.constrain_nodes import (
     NOTHING,
     Node,
@@ -27,8 +27,8 @@ from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.tool_declarations import BareKeyArguments
 
 # The keywords that the grammar nodes for arrays and objects enforce. Other keywords are reported.
-_ENFORCED_IN_ANY_LIST = frozenset({"type", "items"})
-_ENFORCED_IN_LISTS = frozenset({*_ENFORCED_IN_ANY_LIST, "minItems", "maxItems"})
+_ENFORCED_WITHOUT_LIMITS = frozenset({"type", "items"})
+_ENFORCED_WITH_LIMITS = frozenset({*_ENFORCED_WITHOUT_LIMITS, "minItems", "maxItems"})
 _ENFORCED_IN_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"})
 # A larger value of `minItems` or `maxItems` is reported, because the grammar would be too large.
 _MAX_ITEM_LIMIT = 256
@@ -46,7 +46,7 @@ def unquoted_key_arguments(declaration: BareKeyArguments, tool: ToolSchema) -> N
         argument = Argument(tool, key)
         return sequence(const(f"{key}:"), _value_node(declaration, argument, argument.schema))
 
-    return _in_braces(comma_separated(tool.arguments, member, ","))
+    return _in_braces(separated_members(tool.arguments, member, ","))
 
 
 def _in_braces(members: Node) -> Node:
@@ -142,14 +142,14 @@ def _array_node(
     `argument` is, or contains, the array. A restriction in `schema` that the node does not enforce
     is reported for this argument.
     """
-    has_valid_limits = _has_valid_item_limits(schema)
-    enforced = _ENFORCED_IN_LISTS if has_valid_limits else _ENFORCED_IN_ANY_LIST
+    if _has_valid_item_limits(schema):
+        enforced, schema_with_limits = _ENFORCED_WITH_LIMITS, schema
+    else:  # The array may contain any number of items.
+        enforced, schema_with_limits = _ENFORCED_WITHOUT_LIMITS, {}
     argument.report_unenforced(schema, enforced)
     schema_of_item = inner_schema(schema.get("items"), root=schema)
     item = _inner_value_node(declaration, argument, schema_of_item)
-    # Without valid limits, the array may contain any number of items.
-    items = _items_node(item, schema if has_valid_limits else {})
-    return sequence(const("["), items, const("]"))
+    return sequence(const("["), _items_node(item, schema_with_limits), const("]"))
 
 
 def _object_node(
@@ -169,7 +169,7 @@ def _object_node(
         value = _inner_value_node(declaration, argument, object_schema.schema_of(key))
         return sequence(const(f"{key}:"), value)
 
-    return _in_braces(comma_separated(object_schema, member, ","))
+    return _in_braces(separated_members(object_schema, member, ","))
 
 
 def _has_valid_item_limits(schema: Mapping[str, Any]) -> bool:

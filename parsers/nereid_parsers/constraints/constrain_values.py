@@ -54,11 +54,12 @@ class Argument:
         Raises:
             ConstraintError: The tool is strict, and `schema` has such a restriction.
         """
-        keywords = set(schema).union(*_alternatives(schema))
+        keywords = {keyword for each in (schema, *_alternatives(schema)) for keyword in each}
+        unenforced = (keywords & RESTRICTIONS) - enforced
         descriptions = [
             f"{keyword} inside $.properties.{self.key}, because the format does not write this "
             "value as JSON"
-            for keyword in sorted((keywords & RESTRICTIONS) - enforced)
+            for keyword in sorted(unenforced)
         ]
         report_keywords(
             descriptions, is_strict=self.tool.is_strict, field=f"tools: {self.tool.name}"

@@ -86,7 +86,9 @@ def _multiples(schema: Schema, multiple: int) -> list[int] | None:
     """
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
     are_valid = all(is_number(n) and abs(n) < _LIMIT_OF_NUMBERS for n in (*bounds, multiple))
-    factors = _factors(schema, multiple) if are_valid else None
+    if not are_valid:
+        return None
+    factors = _factors(schema, multiple)
     if factors is None or len(factors) > _MAX_MULTIPLES:
         return None
     return [factor * multiple for factor in factors]

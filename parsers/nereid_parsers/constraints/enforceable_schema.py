@@ -156,12 +156,7 @@ def _rewrite(value: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 -
     }
 
 
-def _rewrite_value(
-    keyword: str,
-    value: object,
-    scope: _Scope,
-    depth: int,
-) -> Any:  # noqa: ANN401 - JSON
+def _rewrite_value(keyword: str, value: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401
     """Rewrite the schemas in the value of a keyword, for example in the value of `items`.
 
     `scope` contains the definitions of the document. `depth` is the number of lists and objects
@@ -283,7 +278,8 @@ def _merge_all_of(parts: _AllOf, scope: _Scope) -> _ScopedSchema:
     `parts` contains the members and the other keywords. `scope` contains the definitions.
     References in the members are replaced by their definitions. Example: if the definition `T` is
     `{"type": "integer"}`, the schema `{"allOf": [{"$ref": "#/$defs/T"}, {"maximum": 5}]}` gives
-    `{"type": "integer", "maximum": 5}`. The scope of the result also contains these references.
+    `{"type": "integer", "maximum": 5}`. In the scope of the result, `replaced_references` also
+    contains `T`.
 
     Raises:
         CannotMergeError: The members cannot be merged, or are too large.
@@ -291,12 +287,12 @@ def _merge_all_of(parts: _AllOf, scope: _Scope) -> _ScopedSchema:
     if not parts.members:
         return _ScopedSchema(parts.keywords, scope)
     flat_parts = [_flatten_part(part, scope) for part in (parts.keywords, *parts.members)]
-    schemas, scopes = zip(*flat_parts, strict=True)
+    schemas = tuple(part.schema for part in flat_parts)
     if len(parts.members) > 1:
         # Each step of the merging copies the result of the previous step.
         scope.budget.spend_copies(schemas, num_copies=len(schemas))
     merged = functools.reduce(merge_schemas, schemas)
-    replaced = [reference for inner in scopes for reference in inner.replaced_references]
+    replaced = [name for part in flat_parts for name in part.scope.replaced_references]
     return _ScopedSchema(merged, scope.with_replaced(replaced))
 
 
@@ -344,7 +340,7 @@ def _flatten_part(part: object, scope: _Scope) -> _ScopedSchema:
 
     The `$ref` of the member is replaced by the definition, and its `allOf` is merged. Example: if
     the definition `T` is `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}` gives
-    `{"type": "integer"}`. The scope of the result also contains the replaced references.
+    `{"type": "integer"}`. In the scope of the result, `replaced_references` also contains `T`.
 
     Raises:
         CannotMergeError: The member is recursive, or refers to another document, or the members of
@@ -355,7 +351,8 @@ def _flatten_part(part: object, scope: _Scope) -> _ScopedSchema:
     if not isinstance(part, Mapping):
         raise CannotMergeError("a member of allOf is `false`, or is not a schema")
     without_reference = _replace_reference(part, scope)
-    return _merge_all_of(_split_all_of(without_reference.schema), without_reference.scope)
+    parts = _split_all_of(without_reference.schema)
+    return _merge_all_of(parts, without_reference.scope)
 
 
 def _replace_reference(schema: Schema, scope: _Scope) -> _ScopedSchema:
@@ -363,8 +360,8 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _ScopedSchema:
 
     The definition is merged with the other keywords. Example: if the definition `T` is
     `{"type": "integer"}`, the schema `{"$ref": "#/$defs/T", "minimum": 1}` gives
-    `{"minimum": 1, "type": "integer"}`. A schema without `$ref` is returned unchanged. The scope of
-    the result also contains the references that are replaced now, including inner references.
+    `{"minimum": 1, "type": "integer"}`. A schema without `$ref` is returned unchanged. In the scope
+    of the result, `replaced_references` also contains this `$ref` and those of the definition.
 
     Raises:
         CannotMergeError: The definition does not exist, or contains the same `$ref` again, or too

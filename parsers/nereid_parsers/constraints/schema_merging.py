@@ -77,10 +77,8 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     Raises:
         CannotMergeError: Two values of a keyword cannot be merged.
     """
-    for one, other in ((first, second), (second, first)):
-        # Next to `prefixItems`, the keyword `items` no longer applies to the first items.
-        if "prefixItems" in one and "items" in other and "prefixItems" not in other:
-            raise CannotMergeError("items cannot be merged with prefixItems")
+    if _changes_meaning_of_items(first, second) or _changes_meaning_of_items(second, first):
+        raise CannotMergeError("items cannot be merged with prefixItems")
     merged: dict[str, Any] = {**first, **second}
     common_keywords = [keyword for keyword in first if keyword in second]
     for keyword in common_keywords:
@@ -185,6 +183,14 @@ def _allowed_types(value: object) -> set[Any]:
     return types
 
 
+def _changes_meaning_of_items(first: Schema, second: Schema) -> bool:
+    """Return whether `items` of the second schema no longer applies to the first items of an array.
+
+    The keyword `prefixItems` of the first schema applies to these items instead.
+    """
+    return "prefixItems" in first and "items" in second and "prefixItems" not in second
+
+
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
     """Merge the keywords `properties` and `additionalProperties` of two schemas.
 
@@ -205,12 +211,8 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         raise CannotMergeError("patternProperties cannot be merged")
     schema_by_name = _merge_listed_properties(first, second)
     others = _merge_other_properties(first, second)
-    are_others_forbidden = others is False
-    properties = _without_forbidden(
-        schema_by_name, required, are_others_forbidden=are_others_forbidden
-    )
-    are_others_unrestricted = others is True  # The default without `additionalProperties`.
-    if are_others_unrestricted:
+    properties = _without_forbidden(schema_by_name, required, are_others_forbidden=others is False)
+    if others is True:  # This is the default of `additionalProperties`.
         return {"properties": properties}
     return {"properties": properties, "additionalProperties": others}
 

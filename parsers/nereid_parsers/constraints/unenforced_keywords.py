@@ -291,10 +291,10 @@ def _overriding_keyword(schema: Mapping[str, Any]) -> str | None:
 
 
 def _keyword_implies_types(schema: Mapping[str, Any], keyword: str) -> bool:
-    """Return whether a keyword such as `enum` accepts only values of the types in `schema["type"]`.
+    """Return whether `type` has no effect, because `keyword` accepts only values of these types.
 
-    The keyword `type` then has no effect. Example: in `{"type": "string", "enum": ["a"]}`, the
-    keyword `enum` accepts only strings. A reference is assumed to accept only the declared types.
+    Example: in `{"type": "string", "enum": ["a"]}`, the keyword `enum` accepts only strings. A
+    reference is assumed to accept only the declared types.
 
     `keyword` is a keyword of the schema, one of `_EXCLUSIVE_KEYWORDS`.
     """

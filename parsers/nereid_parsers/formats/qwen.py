@@ -30,14 +30,14 @@ REASONING = {
 }
 
 
-def _function_tags(arguments: TaggedArguments) -> ToolSection:
+def _coder_section(arguments: TaggedArguments) -> ToolSection:
     """Return a description of how Qwen3-Coder writes tool calls.
 
-    Example of a tool call, in which `arguments` declares the third line:
+    Example of a tool call, in which `arguments` declares the tags of the argument `city`:
 
         <tool_call>
         <function=f>
-        ..
+        <parameter=city>Paris</parameter>
         </function>
         </tool_call>
     """
@@ -52,8 +52,8 @@ def _function_tags(arguments: TaggedArguments) -> ToolSection:
     )
 
 
-CODER = _function_tags(TaggedArguments("<parameter={key}>\n", "\n</parameter>\n"))
-_COMPACT = _function_tags(TaggedArguments("<parameter={key}>", "</parameter>\n"))
+CODER = _coder_section(TaggedArguments("<parameter={key}>\n", "\n</parameter>\n"))
+_COMPACT = _coder_section(TaggedArguments("<parameter={key}>", "</parameter>\n"))
 
 TOOLS = {
     "qwen3_coder": ToolEntry(CODER, _CODER),

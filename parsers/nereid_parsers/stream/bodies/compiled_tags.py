@@ -239,11 +239,10 @@ class CompiledTags:
         self._declaration = declaration
         self._head = head
         self._markers_between_calls = markers_between_calls
-        self._next_call_start = next_call_start
         declarations = (declaration, *declaration.also)
-        tag_starts = _tag_starts(declarations)
-        if next_call_start in tag_starts:  # An argument starts like a tool call.
-            self._next_call_start = ""
+        tag_starts = _tag_starts(declarations)  # Such as `<parameter=`.
+        starts_like_argument = next_call_start in tag_starts
+        self._next_call_start = "" if starts_like_argument else next_call_start
         early_ends = _ends_without_closing_marker(stop_markers, tag_starts)
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
         self._close_or_tag_start_regex = _compile_close_or_tag_start(self.variants, tag_starts)

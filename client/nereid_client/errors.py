@@ -128,6 +128,7 @@ _HTTP_STATUS_AND_CODE = {
 
 For other gRPC status codes, the HTTP status is 500."""
 
+_ENCODER = json.JSONEncoder(default=repr)
 # Matches the waiting time in a message of the executor, such as "Try again in 4 s".
 _RETRY_AFTER = re.compile(r"again in (\d+) s\b")
 # Matches "9000 tokens; the limit is 4096 (max_model_len)" and
@@ -340,8 +341,13 @@ def shown(value: object, limit: int = 80) -> str:
 
     Example: `shown("abcdefgh", limit=8)` returns '"abcd...'.
     """
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    text = ""
+    # A value can have many megabytes, so the conversion ends at the limit.
+    for piece in _ENCODER.iterencode(value):
+        text += piece
+        if len(text) > limit:
+            return text[: limit - 3] + "..."
+    return text
 
 
 def _valid_unicode(text: str) -> str:

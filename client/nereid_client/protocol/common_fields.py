@@ -54,6 +54,7 @@ _MIN_SIMILARITY_OF_TYPING_ERROR = 0.93
 # At most this many unknown field names are compared with the known names, because the comparison of
 # thousands of names would take seconds.
 _MAX_COMPARED_FIELDS = 32
+_MAX_SHOWN_KEY_CHARS = 40
 
 
 class StreamOptions(RequestBody):
@@ -204,6 +205,23 @@ class GenerationRequest(RequestBody):
         return frozenset(
             name for name, field in cls.model_fields.items() if FRONTEND_ONLY in field.metadata
         )
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_bias_types(cls, value: object) -> object:
+        """Raise an error for the first bias that is no number.
+
+        Otherwise, pydantic would create an error for each wrong bias, of which there can be
+        millions.
+        """
+        for token_id, bias in value.items() if isinstance(value, dict) else ():
+            if type(bias) not in (int, float):
+                place = f"logit_bias.{token_id[:_MAX_SHOWN_KEY_CHARS]}"
+                param = place if token_id.isdecimal() else "logit_bias"
+                raise FieldError(
+                    param, f"{place} must be a number, but the request has {shown(bias)}"
+                )
+        return value
 
     @field_validator("logit_bias")
     @classmethod

@@ -170,16 +170,22 @@ class ResponsesRequest(GenerationRequest):
             )
         return value
 
-    @field_validator("metadata")
+    @field_validator("metadata", mode="before")
     @classmethod
-    def _check_metadata(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        """Check the number of entries in `metadata`, and the length of each key and value."""
-        if value is not None and len(value) > _MAX_METADATA:
+    def _check_metadata_size(cls, value: object) -> object:
+        """Check the number of entries in `metadata` before pydantic checks each entry."""
+        if isinstance(value, dict) and len(value) > _MAX_METADATA:
             raise FieldError(
                 "metadata",
                 f"metadata must have at most {_MAX_METADATA} entries, but the request has "
                 f"{len(value)}",
             )
+        return value
+
+    @field_validator("metadata")
+    @classmethod
+    def _check_metadata(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        """Check the length of each key and value in `metadata`."""
         for key, text in (value or {}).items():
             if len(key) > _MAX_METADATA_KEY_CHARS:
                 raise FieldError(

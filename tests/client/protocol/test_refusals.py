@@ -5,7 +5,10 @@ import json
 import time
 
 import pytest
+from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.protocol.refused import REFUSED, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
+from nereid_client.protocol.responses_request import ResponsesRequest
+from pydantic import ValidationError
 
 pytestmark = pytest.mark.anyio
 
@@ -488,3 +491,19 @@ async def test_a_body_with_very_many_unknown_fields_is_answered_quickly(chat):
     response = await chat("hi", **{f"unknown_{number}": 1 for number in range(20_000)})
     assert response.status_code == 200
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatCompletionRequest, {"stop": [1] * 999}),
+        (ChatCompletionRequest, {"messages": [{}] * 999}),
+        (ChatCompletionRequest, {"logit_bias": {str(token): "x" for token in range(999)}}),
+        (ResponsesRequest, {"metadata": {str(key): key for key in range(999)}}),
+    ],
+)
+def test_the_validation_ends_at_the_first_wrong_item_of_a_list(kind, fields):
+    messages = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"messages": messages, "input": "Hello", **fields})
+    assert caught.value.error_count() < 5

@@ -1,4 +1,5 @@
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,12 +18,20 @@ PROMPT = [5, 9, 11, 4]
 
 
 class Compilation:
-    """A fake compilation. The test sets its outcome."""
+    """A fake compilation. The test sets its outcome.
+
+    Attributes:
+        last: the compilation that was started last.
+        outcome: None while the compilation runs, "" after its success, or the reason of a failure.
+    """
 
     last: "Compilation"
 
     def __init__(self, message, folder):
-        self.message, self.folder, self.outcome, self.is_closed = message, folder, None, False
+        self.message = message
+        self.folder = folder
+        self.outcome = None
+        self.is_closed = False
         Compilation.last = self
 
     def close(self):
@@ -44,7 +53,7 @@ def use_library(monkeypatch, run):
     Returns:
         A list to which each computed step adds its number of tokens.
     """
-    steps = []
+    numbers_of_tokens = []
 
     class Library(CompiledForward):
         def __init__(self, model):
@@ -52,21 +61,27 @@ def use_library(monkeypatch, run):
             self._model = model
 
         def __call__(self, batch, attention):
-            steps.append(len(batch.input_ids[0]))
+            numbers_of_tokens.append(len(batch.input_ids[0]))
             return run(self._model, batch, attention)
 
     monkeypatch.setattr(compiled_forward_swap, "load_library", lambda model, _: Library(model))
-    return steps
+    return numbers_of_tokens
 
 
 @pytest.fixture
 def engine(checkpoint):
+    """An engine. Its attribute `lines` contains the progress messages."""
     lines = []
     config = EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB", max_num_seqs=4)
     engine = Engine(config, progress=lines.append)
     engine.lines = lines
     yield engine
     engine.close()
+
+
+def answer(engine):
+    """Return the tokens of the greedy answer to `PROMPT`."""
+    return engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
 
 
 def own_code(engine):
@@ -76,43 +91,45 @@ def own_code(engine):
 
 
 def test_the_engine_swaps_in_a_checked_library_between_two_steps(engine, monkeypatch, caplog):
-    expected = engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
-    steps = use_library(monkeypatch, own_code(engine))
+    expected = answer(engine)
+    steps_of_library = use_library(monkeypatch, own_code(engine))
     assert not engine.is_swapping()
 
     engine.add_request("a", PROMPT, GREEDY)
-    found = []
+    tokens = []
     while engine.has_work():
         for update in engine.step():
-            found += update.new_token_ids
-        if len(found) == 3:
-            assert steps == []
+            tokens += update.new_token_ids
+        if len(tokens) == 3:
+            assert steps_of_library == []
             Compilation.last.outcome = ""
             assert engine.is_swapping()
-    assert found == expected
+
+    assert tokens == expected
     assert not engine.is_swapping()
     assert "the forward pass is compiled and used from now on" in engine.lines[-1]
     assert caplog.text == ""
     # The check computes three prompts in chunks of at most 8 tokens, between the engine's own
     # steps.
-    assert max(steps) == 8
+    assert max(steps_of_library) == 8
     assert engine._parts.runner._path._compiled is not None
 
 
 def test_an_engine_without_requests_checks_the_library_when_it_is_called(engine, monkeypatch):
-    steps = use_library(monkeypatch, own_code(engine))
+    steps_of_library = use_library(monkeypatch, own_code(engine))
     Compilation.last.outcome = ""
     num_calls = 0
     while engine.is_swapping():
         assert not engine.has_work()
         assert engine.step() == []
         num_calls += 1
+
     # Each call of `engine.step` computes at most one step of the check.
-    assert len(steps) <= num_calls
+    num_checked_steps = len(steps_of_library)
+    assert num_checked_steps <= num_calls
     assert engine._parts.runner._path._compiled is not None
-    before = len(steps)
     engine.generate([PROMPT], GREEDY)
-    assert len(steps) > before
+    assert len(steps_of_library) > num_checked_steps
 
 
 def zeros(_, batch, __):
@@ -134,13 +151,14 @@ def crash(*_):
 def test_a_failure_is_logged_once_and_serving_continues(
     engine, monkeypatch, caplog, outcome, run, reason
 ):
-    expected = engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    expected = answer(engine)
     use_library(monkeypatch, run)
     Compilation.last.outcome = outcome
-    assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
-    [record] = [
-        record for record in caplog.records if record.name == compiled_forward_swap.__name__
-    ]
+
+    assert answer(engine) == expected
+
+    module = compiled_forward_swap.__name__
+    [record] = [record for record in caplog.records if record.name == module]
     assert record.levelname == "WARNING"
     message = record.getMessage()
     assert message.startswith(f"The forward pass is not compiled: {reason}")
@@ -229,20 +247,20 @@ def test_nothing_is_compiled_for_small_models_or_if_it_is_turned_off(
 
 
 def test_a_library_on_disk_is_used_from_the_start(checkpoint, monkeypatch):
-    uses = []
+    use_compiled_forward = Mock()
     monkeypatch.setattr(compiled_forward_swap, "has_library", lambda _: True)
-    monkeypatch.setattr(compiled_forward_swap, "use_compiled_forward", lambda *_: uses.append(1))
+    monkeypatch.setattr(compiled_forward_swap, "use_compiled_forward", use_compiled_forward)
     engine = Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"))
     engine.close()
-    assert uses == [1]
+    use_compiled_forward.assert_called_once()
     assert not engine.is_swapping()
 
 
 def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
-    confirmed = CompiledForward(zeros, tmp_path)
+    library = CompiledForward(zeros, tmp_path)
     for _ in range(2):
         library_files.begin_check(tmp_path)
-    confirmed.confirm()
+    library.confirm()  # The number of failed checks starts again from zero.
     for _ in range(3):
         library_files.begin_check(tmp_path)
     with pytest.raises(UnfitError, match=f"the last 3 checks .* in {tmp_path} did not succeed"):
@@ -250,16 +268,20 @@ def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
 
 
 def test_several_engines_may_check_a_library_at_the_same_time(tmp_path, monkeypatch):
+    # This file has one byte for each check that has not succeeded.
     records = tmp_path / "failed_checks"
+    # Each engine has its own process, and thus its own dict of running checks.
     checks_of_engines = [{} for _ in range(5)]
-    for checks in checks_of_engines:  # No engine has finished its check yet.
+    for checks in checks_of_engines:
         monkeypatch.setattr(library_files, "_running_checks", checks)
         library_files.begin_check(tmp_path)
     assert records.stat().st_size == 1
+
     # If this engine crashed, its file would be closed, too.
     checks_of_engines[0].pop(tmp_path).close()
     library_files.begin_check(tmp_path)
     assert records.stat().st_size == 2
+
     library_files.confirm_check(tmp_path)
     assert not records.exists()
 
@@ -284,14 +306,16 @@ def test_another_value_of_the_setting_is_refused(checkpoint):
     not native_linear.can_pack(torch.ones(2, 2)), reason="no compiler, or no vectors for kernels"
 )
 def test_another_process_compiles_the_model_and_the_next_engine_loads_it(engine, checkpoint):
-    expected = engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    expected = answer(engine)
     deadline = time.monotonic() + 300
     while engine._parts.runner._path._compiled is None and time.monotonic() < deadline:
-        assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
+        assert answer(engine) == expected
     assert engine._parts.runner._path._compiled is not None
-    assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
+    assert answer(engine) == expected
 
     lines = []
-    other = Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append)
-    other.close()
+    next_engine = Engine(
+        EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append
+    )
+    next_engine.close()
     assert lines[-1] == "the forward pass is compiled"

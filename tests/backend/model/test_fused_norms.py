@@ -1,6 +1,7 @@
 """Tests that torch's fused function replaces RMSNorm modules only if the results stay the same."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,44 +28,50 @@ class GatedRMSNorm(Qwen3RMSNorm):
 
 
 def model_of(norm, dtype=torch.float32):
+    """Return a model with a linear layer, and with `norm` in a dict of modules."""
     generator = torch.Generator().manual_seed(1)
     for parameter in norm.parameters():
         parameter.data = torch.rand(parameter.shape, generator=generator) + 0.5
     return nn.Sequential(nn.Linear(8, 8), nn.ModuleDict({"norm": norm})).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [Qwen3RMSNorm, GemmaRMSNorm])
-def test_norms_are_replaced_and_give_the_same_numbers(kind, dtype):
-    model = model_of(kind(8), dtype)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)],
+    ids=str,
+)
+@pytest.mark.parametrize("norm_class", [Qwen3RMSNorm, GemmaRMSNorm])
+def test_norms_are_replaced_and_give_the_same_numbers(norm_class, dtype, tolerance):
+    model = model_of(norm_class(8), dtype)
     inputs = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = model[1]["norm"](inputs)
+
     restore = fuse_norms(model)
+
     assert isinstance(model[1]["norm"], FusedRmsNorm)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     torch.testing.assert_close(model[1]["norm"](inputs), expected, rtol=tolerance, atol=tolerance)
     restore()
-    assert type(model[1]["norm"]) is kind
+    assert type(model[1]["norm"]) is norm_class
 
 
-@pytest.mark.parametrize("kind", [OtherRMSNorm, GatedRMSNorm])
-def test_norms_that_compute_something_else_stay(kind):
-    model = model_of(kind(8))
+@pytest.mark.parametrize("norm_class", [OtherRMSNorm, GatedRMSNorm])
+def test_norms_that_compute_something_else_stay(norm_class):
+    model = model_of(norm_class(8))
     assert fuse_norms(model) is None
-    assert type(model[1]["norm"]) is kind
+    assert type(model[1]["norm"]) is norm_class
 
 
 def test_a_norm_with_another_epsilon_than_it_names_stays():
     norm = Qwen3RMSNorm(8, eps=1e-6)
-    plain = norm.forward
+    forward = norm.forward
 
-    def forward(hidden_states):
+    def forward_with_another_epsilon(hidden_states):
         norm.variance_epsilon = 1e-2
-        result = plain(hidden_states)
+        result = forward(hidden_states)
         norm.variance_epsilon = 1e-6
         return result
 
-    norm.forward = forward
+    norm.forward = forward_with_another_epsilon
     assert fuse_norms(model_of(norm)) is None
 
 
@@ -73,26 +80,28 @@ def test_a_model_without_norms_is_not_changed():
 
 
 @pytest.mark.parametrize(
-    ("fails", "kind", "line"),
+    ("error", "norm_class", "line"),
     [
-        (False, FusedRmsNorm, "torch's fused function computes the RMSNorm modules"),
-        (True, Qwen3RMSNorm, "RMSNorm modules are not replaced by torch's fused function: differs"),
+        (None, FusedRmsNorm, "torch's fused function computes the RMSNorm modules"),
+        (
+            UnfitError("differs"),
+            Qwen3RMSNorm,
+            "RMSNorm modules are not replaced by torch's fused function: differs",
+        ),
     ],
+    ids=["equal logits", "other logits"],
 )
 def test_norms_stay_replaced_only_if_the_path_still_gives_the_right_logits(
-    fails, kind, line, monkeypatch
+    error, norm_class, line, monkeypatch
 ):
-    def check_path(*_):
-        if fails:
-            raise UnfitError("differs")
-
-    monkeypatch.setattr(accelerate_path, "check_path", check_path)
+    monkeypatch.setattr(accelerate_path, "check_path", Mock(side_effect=error))
     model = model_of(Qwen3RMSNorm(8))
     model.dtype = torch.float32
-    chosen = SimpleNamespace(
+    # A chosen forward path, of which only the following attributes are used.
+    chosen_path = SimpleNamespace(
         spec=SimpleNamespace(build=lambda _: None), trial=SimpleNamespace(sizes=None)
     )
     lines = []
-    accelerate_path.use_fused_norms(SimpleNamespace(model=model), chosen, lines.append)
-    assert type(model[1]["norm"]) is kind
+    accelerate_path.use_fused_norms(SimpleNamespace(model=model), chosen_path, lines.append)
+    assert type(model[1]["norm"]) is norm_class
     assert lines == [line]

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import os
 import shutil
 import sys
@@ -34,6 +35,7 @@ def copy(checkpoint, tmp_path):
 
 
 def load(folder, hook, dtype="float32"):
+    """Load a checkpoint on the CPU with the attention function of `hook`."""
     return load_checkpoint(
         str(folder),
         dtype=dtype,
@@ -41,6 +43,20 @@ def load(folder, hook, dtype="float32"):
         attention=hook.name,
         progress=lambda line: None,
     )
+
+
+def change_config(folder, changes, name="config.json"):
+    """Change fields of a JSON file of a checkpoint."""
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def answer(folder, **settings):
+    """Return the tokens with which an engine answers a short prompt."""
+    engine = open_engine(folder, **settings)
+    tokens = engine.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids
+    engine.close()
+    return tokens
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
@@ -88,8 +104,7 @@ def test_a_folder_with_only_the_weights_of_an_adapter_is_called_an_adapter(copy)
     "change", [{"rope_parameters": 5}, {"num_attention_heads": 0}, {"eos_token_id": "x"}]
 )
 def test_a_config_with_wrong_types_is_refused(change, copy):
-    file = copy / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    change_config(copy, change)
     with pytest.raises(UnsupportedModelError, match=r"transformers cannot load .*config\.json"):
         open_engine(copy)
 
@@ -112,8 +127,7 @@ def test_a_config_with_wrong_types_is_refused(change, copy):
     ],
 )
 def test_the_error_names_the_wrong_value_of_a_config(change, message, copy):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | change))
+    change_config(copy, change)
     with pytest.raises(ModelError, match=message):
         open_engine(copy)
 
@@ -136,23 +150,18 @@ def test_a_folder_with_a_gguf_file_says_how_to_use_it(tmp_path):
 
 @pytest.mark.parametrize("num_layers", [10**6, 10**30])
 def test_a_config_with_far_more_layers_than_tensors_is_refused_at_once(num_layers, copy):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    change_config(copy, {"num_hidden_layers": num_layers})
     with pytest.raises(ModelError, match=rf"num_hidden_layers is {num_layers}, but the weight"):
         open_engine(copy)
 
 
 def test_shards_without_an_index_are_loaded(copy):
-    expected = open_engine(copy)
-    tokens = expected.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids
-    expected.close()
+    expected = answer(copy)
     tensors = list(load_file(copy / "model.safetensors").items())
     (copy / "model.safetensors").unlink()
-    for number in (1, 2):
-        save_file(dict(tensors[number - 1 :: 2]), copy / f"model-{number:05}-of-00002.safetensors")
-    engine = open_engine(copy)
-    assert engine.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids == tokens
-    engine.close()
+    save_file(dict(tensors[0::2]), copy / "model-00001-of-00002.safetensors")
+    save_file(dict(tensors[1::2]), copy / "model-00002-of-00002.safetensors")
+    assert answer(copy) == expected
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"max_new_tokens": -5}'])
@@ -215,28 +224,26 @@ def test_a_tensor_that_is_in_the_index_but_not_in_its_file_is_named(copy):
 
 
 def test_the_index_decides_which_file_provides_a_tensor_that_two_files_contain(tmp_path):
-    tensor, other = torch.zeros(2), torch.ones(2)
-    save_file({"x": tensor}, tmp_path / "model-1.safetensors")
-    save_file({"x": other, "y": tensor}, tmp_path / "model-2.safetensors")
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    save_file({"x": zeros}, tmp_path / "model-1.safetensors")
+    save_file({"x": ones, "y": zeros}, tmp_path / "model-2.safetensors")
     with pytest.raises(ModelError, match=r"model-1\.safetensors and .* both contain the tensor x"):
         open_tensors(tmp_path)
+
     index = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert open_tensors(tmp_path)["x"].read().equal(tensor)
+    assert open_tensors(tmp_path)["x"].read().equal(zeros)
 
 
 @pytest.mark.parametrize("settings", [{}, {"weight_dtype": "int8"}])
 def test_an_index_of_older_files_beside_model_safetensors_is_ignored(settings, copy):
-    engine = open_engine(copy, **settings)
-    tokens = engine.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids
-    engine.close()
-    old = {name: weight + 1 for name, weight in load_file(copy / "model.safetensors").items()}
-    save_file(old, copy / "model-1.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(old, "model-1.safetensors")}
+    expected = answer(copy, **settings)
+    weights = load_file(copy / "model.safetensors")
+    older_weights = {name: weight + 1 for name, weight in weights.items()}
+    save_file(older_weights, copy / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(older_weights, "model-1.safetensors")}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    engine = open_engine(copy, **settings)
-    assert engine.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids == tokens
-    engine.close()
+    assert answer(copy, **settings) == expected
 
 
 def test_an_index_without_metadata_is_read(copy):
@@ -282,8 +289,6 @@ def test_a_hostile_header_is_refused(header, copy):
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_answering_at_random(copy):
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
@@ -308,8 +313,6 @@ def test_a_bias_that_the_model_lacks_is_refused_unless_it_is_zero(is_zero, copy)
 
 
 def test_the_error_about_a_missing_output_layer_names_the_setting_for_shared_weights(copy):
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(copy / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
@@ -328,18 +331,14 @@ def test_a_weight_that_is_not_finite_is_named(number, copy):
 
 
 def test_a_model_type_that_transformers_does_not_know_is_refused(copy):
-    config = json.loads((copy / "config.json").read_text())
-    config["model_type"] = "no_such_type"
-    (copy / "config.json").write_text(json.dumps(config))
+    change_config(copy, {"model_type": "no_such_type"})
     with pytest.raises(UnsupportedModelError, match="no_such_type"):
         open_engine(copy)
 
 
 def write_sparse(folder, shape):
     """Write a weight file of zeros that takes no space on the disk."""
-    import math
-
-    num_bytes = 2 * math.prod(shape)
+    num_bytes = 2 * math.prod(shape)  # A bfloat16 number has two bytes.
     tensor = {"dtype": "BF16", "shape": shape, "data_offsets": [0, num_bytes]}
     header = json.dumps({"model.huge.weight": tensor}).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -354,9 +353,7 @@ def test_a_checkpoint_larger_than_the_memory_is_refused_before_it_is_read(copy):
 
 
 def test_a_config_for_a_newer_transformers_is_reported(copy):
-    config = json.loads((copy / "config.json").read_text())
-    config |= {"model_type": "from_the_future", "transformers_version": "99.1.0"}
-    (copy / "config.json").write_text(json.dumps(config))
+    change_config(copy, {"model_type": "from_the_future", "transformers_version": "99.1.0"})
     with pytest.raises(UnsupportedModelError, match=r"written for transformers 99\.1\.0"):
         open_engine(copy)
 
@@ -368,10 +365,8 @@ def test_a_config_that_is_no_object_is_reported(copy):
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(copy):
-    config = json.loads((copy / "config.json").read_text())
-    config["model_type"] = "their_own"
-    config["auto_map"] = {"AutoConfig": "their_config.Config"}
-    (copy / "config.json").write_text(json.dumps(config))
+    auto_map = {"AutoConfig": "their_config.Config"}
+    change_config(copy, {"model_type": "their_own", "auto_map": auto_map})
     (copy / "their_config.py").write_text("raise SystemExit('this must not run')")
     with pytest.raises(UnsupportedModelError, match="is only run if trust_remote_code is true"):
         open_engine(copy)
@@ -406,28 +401,20 @@ def remote_modules(monkeypatch, tmp_path):
 
 
 def test_code_that_comes_with_a_checkpoint_runs_where_that_is_allowed(copy, remote_modules):
-    plain = open_engine(copy)
-    expected = plain.generate([[5, 6, 7]], PARAMS)
-    plain.close()
-    config = json.loads((copy / "config.json").read_text())
-    config |= {"model_type": "their_own", "architectures": ["Model"]}
-    config["auto_map"] = {
+    expected = answer(copy)
+    auto_map = {
         "AutoConfig": "their_config.Config",
         "AutoModelForCausalLM": "their_model.Model",
     }
-    (copy / "config.json").write_text(json.dumps(config))
+    changes = {"model_type": "their_own", "architectures": ["Model"], "auto_map": auto_map}
+    change_config(copy, changes)
     (copy / "their_config.py").write_text(REMOTE_CONFIG)
     (copy / "their_model.py").write_text(REMOTE_MODEL)
-    engine = open_engine(copy, trust_remote_code=True)
-    found = engine.generate([[5, 6, 7]], PARAMS)
-    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
-    engine.close()
+    assert answer(copy, trust_remote_code=True) == expected
 
 
 def test_end_tokens_come_from_generation_config_and_config(copy):
-    generation = json.loads((copy / "generation_config.json").read_text())
-    generation["eos_token_id"] = [7, 9]
-    (copy / "generation_config.json").write_text(json.dumps(generation))
+    change_config(copy, {"eos_token_id": [7, 9]}, name="generation_config.json")
     engine = open_engine(copy)
     assert engine.info.eos_token_ids == (2, 7, 9)
     engine.close()
@@ -473,11 +460,12 @@ def test_the_end_token_of_the_tokenizer_ends_answers(files, expected, copy):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its permissions")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_file_without_permission_is_reported_as_such(name, checkpoint):
+    user_without_permissions = 65534  # the user "nobody"
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(checkpoint("llama"), folder, dirs_exist_ok=True)
         Path(folder).chmod(0o755)
         (Path(folder) / name).chmod(0)
-        os.seteuid(65534)
+        os.seteuid(user_without_permissions)
         try:
             with pytest.raises(ModelError, match=f"{name} cannot be read, because .* permission"):
                 check_files(Path(folder))
@@ -485,9 +473,10 @@ def test_a_file_without_permission_is_reported_as_such(name, checkpoint):
             os.seteuid(0)
 
 
-def packed_path(loaded, hook, layers, sizes):
-    cache, builder = make_blocks(loaded, layers, sizes)
-    return PackedPath(loaded, hook, cache, builder)
+def packed_path(checkpoint, hook, layers, sizes):
+    """Return a packed forward path whose attention layers have the properties `layers`."""
+    cache, builder = make_blocks(checkpoint, layers, sizes)
+    return PackedPath(checkpoint, hook, cache, builder)
 
 
 def change_window(layer):
@@ -516,13 +505,17 @@ def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change, b
     hook = AttentionHook()
     loaded = load(checkpoint(family), hook)
     layers = probe_layers(loaded, hook)
+    # The expected logits come from the model with its own attention.
     set_attention(loaded, None)
-    trial = make_trial(loaded, layers, 256, block_size)
+    trial = make_trial(loaded, layers, max_len=256, block_size=block_size)
     set_attention(loaded, hook)
-    assert check_path(packed_path(loaded, hook, layers, trial.sizes), trial, torch.float32) < 1e-5
-    changed = [change(layer) for layer in layers]
+    correct_path = packed_path(loaded, hook, layers, trial.sizes)
+    assert check_path(correct_path, trial, torch.float32) < 1e-5
+
+    wrong_layers = [change(layer) for layer in layers]
+    wrong_path = packed_path(loaded, hook, wrong_layers, trial.sizes)
     with pytest.raises(UnfitError, match="differ from the logits of the unmodified model"):
-        check_path(packed_path(loaded, hook, changed, trial.sizes), trial, torch.float32)
+        check_path(wrong_path, trial, torch.float32)
     hook.remove()
 
 

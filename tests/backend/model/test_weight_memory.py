@@ -16,78 +16,87 @@ from nereid_backend.model.memory import weight_memory
 
 @pytest.fixture
 def set_free(monkeypatch):
-    """A function that sets the free memory in bytes."""
+    """A function that sets the number of free bytes of memory that the engine measures."""
 
-    def set_bytes(num_bytes):
+    def set_free_bytes(num_bytes):
         monkeypatch.setattr(weight_memory, "available_memory", lambda: num_bytes)
 
-    return set_bytes
+    return set_free_bytes
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("qwen3", "int4"), ("qwen3", "int8"), ("gemma2", "int4")]
+    ("family", "weight_dtype"), [("qwen3", "int4"), ("qwen3", "int8"), ("gemma2", "int4")]
 )
 def test_rounding_while_reading_gives_the_same_tokens_as_rounding_later(
-    family, name, checkpoint, set_free
+    family, weight_dtype, checkpoint, set_free
 ):
     folder = checkpoint(family)
-    engine = open_engine(folder, weight_dtype=name)
-    expected, num_bytes = run_alone(engine), engine.info.weights_bytes
-    engine.close()
-    counts = count_weights(folder)
-    set_free(counts.num_weights * 3)
-    engine = open_engine(folder, weight_dtype=name)
-    assert run_alone(engine) == expected
-    assert engine.info.weights_bytes == num_bytes
-    engine.close()
+
+    def tokens_and_bytes():
+        engine = open_engine(folder, weight_dtype=weight_dtype)
+        tokens = run_alone(engine)
+        engine.close()
+        return tokens, engine.info.weights_bytes
+
+    rounded_later = tokens_and_bytes()
+    # The float32 weights need four bytes each, so they do not fit into the memory.
+    set_free(3 * count_weights(folder).num_weights)
+    assert tokens_and_bytes() == rounded_later
 
 
-def test_the_refusal_names_the_most_exact_setting_that_fits(checkpoint, set_free):
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_linear_weight", "remedy"),
+    [
+        ("float32", 2, "With dtype=bfloat16, they need"),
+        ("bfloat16", 1.1, "With weight_dtype=int8, they need"),
+        ("bfloat16", 0.7, "With weight_dtype=int4, they need"),
+        ("bfloat16", 0, "Use a quantised checkpoint of the model, or a smaller model."),
+    ],
+)
+def test_the_refusal_names_the_most_exact_setting_that_fits(
+    dtype, bytes_per_linear_weight, remedy, checkpoint, set_free
+):
     folder = checkpoint("qwen3")
     counts = count_weights(folder)
-    others = 2 * (counts.num_weights - counts.num_unquantised_linear)
-    for free, remedy in (
-        (2 * counts.num_weights, "With dtype=bfloat16, they need"),
-        (others + counts.num_unquantised_linear * 1.1, "With weight_dtype=int8, they need"),
-        (others + counts.num_unquantised_linear * 0.7, "With weight_dtype=int4, they need"),
-        (others, "Use a quantised checkpoint of the model, or a smaller model."),
-    ):
-        set_free(int(free))
-        dtype = "float32" if "bfloat16" in remedy else "bfloat16"
-        with pytest.raises(ConfigError, match=remedy):
-            open_engine(folder, dtype=dtype)
+    # The weights of other layers are not rounded, so they need two bytes each.
+    num_other_weights = counts.num_weights - counts.num_unquantised_linear
+    linear_bytes = counts.num_unquantised_linear * bytes_per_linear_weight
+    set_free(int(2 * num_other_weights + linear_bytes))
+    with pytest.raises(ConfigError, match=remedy):
+        open_engine(folder, dtype=dtype)
 
 
 def test_bfloat16_weights_count_as_float32_on_a_cpu_that_is_slow_in_bfloat16(
     checkpoint, set_free, monkeypatch, tmp_path
 ):
     folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"dtype": "bfloat16", "text_config": 5})
-    )
+    config_file = folder / "config.json"
+    changes = {"dtype": "bfloat16", "text_config": 5}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | changes))
+    # A bfloat16 weight needs two bytes, and a float32 weight needs four bytes.
     set_free(3 * count_weights(folder).num_weights)
-    device = torch.device("cpu")
+    config, device = EngineConfig(str(folder)), torch.device("cpu")
+
     monkeypatch.setattr(weight_memory, "has_fast_bfloat16", lambda: True)
-    weight_memory.form_that_fits(EngineConfig(str(folder)), device)
+    weight_memory.form_that_fits(config, device)
+
     monkeypatch.setattr(weight_memory, "has_fast_bfloat16", lambda: False)
     with pytest.raises(ConfigError, match=r"as float32, but .* With dtype=bfloat16, they need"):
-        weight_memory.form_that_fits(EngineConfig(str(folder)), device)
+        weight_memory.form_that_fits(config, device)
 
 
-def test_rounding_is_recommended_on_a_cpu_only(checkpoint, set_free):
+@pytest.mark.parametrize(
+    ("device", "remedy"),
+    [("cpu", "With weight_dtype=int4"), ("cuda", "Use a quantised checkpoint")],
+)
+def test_rounding_is_recommended_on_a_cpu_only(device, remedy, checkpoint, set_free):
     folder = checkpoint("qwen3")
     counts = count_weights(folder)
-    set_free(
-        2 * (counts.num_weights - counts.num_unquantised_linear) + counts.num_unquantised_linear
-    )
+    num_other_weights = counts.num_weights - counts.num_unquantised_linear
+    set_free(2 * num_other_weights + counts.num_unquantised_linear)
     config = EngineConfig(str(folder), dtype="bfloat16", prepack=False)
-    for device, remedy in (
-        ("cpu", "With weight_dtype=int4"),
-        ("cuda", "Use a quantised checkpoint"),
-    ):
-        with pytest.raises(ConfigError, match=remedy):
-            weight_memory.form_that_fits(config, torch.device(device))
+    with pytest.raises(ConfigError, match=remedy):
+        weight_memory.form_that_fits(config, torch.device(device))
 
 
 def test_rounded_weights_that_do_not_fit_are_refused(checkpoint, set_free):

@@ -57,6 +57,7 @@ def waiting(locked):
 
 
 def process_of(compilation):
+    """Return the process that compiles the model."""
     return psutil.Process(compilation._process.pid)
 
 
@@ -113,7 +114,7 @@ def test_a_process_that_takes_too_long_is_killed(locked):
 @pytest.mark.long  # The process imports torch, which takes long.
 def test_an_error_of_the_process_is_the_reason(tmp_path):
     compilation = BackgroundCompilation(b"no model", tmp_path / "library")
-    assert wait_until(lambda: compilation.outcome is not None, 120)
+    assert wait_until(lambda: compilation.outcome is not None, timeout_s=120)
     assert "invalid load key" in compilation.outcome
     assert not (tmp_path / "library").exists()
 
@@ -130,9 +131,9 @@ def test_a_process_that_cannot_start_raises(tmp_path, monkeypatch):
 def received(module):
     """Pack a module to send it to another process, and return the unpacked module."""
     skeleton = Skeleton(module, "attention", is_native=True, num_threads=3)
-    other = unpack_skeleton(pack_skeleton(skeleton))
-    assert other[1:] == skeleton[1:]
-    return other.model
+    unpacked = unpack_skeleton(pack_skeleton(skeleton))
+    assert unpacked[1:] == skeleton[1:]
+    return unpacked.model
 
 
 def test_small_tensors_keep_their_values():
@@ -142,15 +143,18 @@ def test_small_tensors_keep_their_values():
     layer.register_buffer("expanded", torch.tensor([[1.5]]).expand(4, 5))
     layer.register_buffer("empty", torch.empty(0, 3))
     layer.register_buffer("nothing", None)
-    other = received(layer)
-    assert other.state_dict().keys() == layer.state_dict().keys()
-    for name, tensor in layer.state_dict().items():
-        found = other.state_dict()[name]
-        assert torch.equal(found, tensor)
-        assert (found.stride(), found.dtype) == (tensor.stride(), tensor.dtype)
-    assert other.nothing is None
-    assert isinstance(other.weight, nn.Parameter)
-    assert not other.weight.requires_grad
+
+    received_layer = received(layer)
+
+    tensors = received_layer.state_dict()
+    assert tensors.keys() == layer.state_dict().keys()
+    for name, expected in layer.state_dict().items():
+        assert torch.equal(tensors[name], expected)
+        assert tensors[name].stride() == expected.stride()
+        assert tensors[name].dtype == expected.dtype
+    assert received_layer.nothing is None
+    assert isinstance(received_layer.weight, nn.Parameter)
+    assert not received_layer.weight.requires_grad
 
 
 def test_large_tensors_keep_only_their_shapes():
@@ -158,17 +162,17 @@ def test_large_tensors_keep_only_their_shapes():
     layer.register_buffer("view", torch.zeros(700, 800, dtype=torch.int8).t())
     message = pack_skeleton(Skeleton(layer, "attention", is_native=False, num_threads=1))
     assert len(message) < 10_000
-    other = unpack_skeleton(message).model
-    assert other.weight.shape == (512, 1024)
-    assert (other.view.shape, other.view.stride()) == ((800, 700), (1, 800))
-    assert torch.equal(other.bias, layer.bias)
+    received_layer = unpack_skeleton(message).model
+    assert received_layer.weight.shape == (512, 1024)
+    assert (received_layer.view.shape, received_layer.view.stride()) == ((800, 700), (1, 800))
+    assert torch.equal(received_layer.bias, layer.bias)
 
 
 def test_a_tensor_with_two_names_stays_one_tensor():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
-    other = received(nn.Sequential(first, second))
-    assert other[0].weight is other[1].weight
+    received_layers = received(nn.Sequential(first, second))
+    assert received_layers[0].weight is received_layers[1].weight
 
 
 def test_tensors_made_for_inference_are_sent():

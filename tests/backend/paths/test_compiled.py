@@ -2,6 +2,7 @@ import dataclasses
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,15 +34,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def answers(path, **settings):
-    lines = []
+    """Answer the prompts together and one by one. Return the tokens and the progress messages."""
+    progress_lines = []
     config = EngineConfig(
         str(path), kv_cache_memory="4MiB", max_num_seqs=4, num_threads=1, **settings
     )
-    engine = Engine(config, progress=lines.append)
+    engine = Engine(config, progress=progress_lines.append)
     try:
-        together = engine.generate(PROMPTS, GREEDY)
-        alone = [engine.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
-        return [o.outputs[0].token_ids for o in [*together, *alone]], "\n".join(lines)
+        outputs = engine.generate(PROMPTS, GREEDY)
+        outputs += [engine.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        return tokens, "\n".join(progress_lines)
     finally:
         engine.close()
 
@@ -55,9 +58,9 @@ def answers(path, **settings):
 def test_a_compiled_model_gives_the_tokens_of_the_model_as_it_is(checkpoint, architecture):
     path = checkpoint(architecture)
     expected, _ = answers(path)
-    found, said = answers(path, compile_forward=True)
-    assert "the forward pass is compiled" in said
-    assert found == expected
+    tokens, progress = answers(path, compile_forward=True)
+    assert "the forward pass is compiled" in progress
+    assert tokens == expected
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +77,8 @@ def library(one_layer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("libraries")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(library_files, "cache_folder", lambda: folder)
-        _, said = answers(path, compile_forward=True)
-    assert "compiling" in said
+        _, progress = answers(path, compile_forward=True)
+    assert "compiling" in progress
     assert len(list((folder / "compiled").iterdir())) == 1
     return path, folder
 
@@ -85,47 +88,53 @@ def test_a_library_is_stored_and_used_for_another_checkpoint_of_the_same_shape(
 ):
     path, folder = library
     monkeypatch.setattr(library_files, "cache_folder", lambda: folder)
-    kept = list((folder / "compiled").iterdir())
-
-    other = tmp_path / "other"
+    stored_libraries = list((folder / "compiled").iterdir())
+    other_checkpoint = tmp_path / "other"
     torch.manual_seed(77)
     model = AutoModelForCausalLM.from_pretrained(path)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(other)
-    expected, _ = answers(other)
-    found, said = answers(other, compile_forward=True)
-    assert "compiling" not in said
-    assert "the forward pass is compiled" in said
-    assert found == expected
-    assert list((folder / "compiled").iterdir()) == kept
+    model.save_pretrained(other_checkpoint)
+    expected, _ = answers(other_checkpoint)
 
+    tokens, progress = answers(other_checkpoint, compile_forward=True)
+
+    assert "compiling" not in progress
+    assert "the forward pass is compiled" in progress
+    assert tokens == expected
+    assert list((folder / "compiled").iterdir()) == stored_libraries
+
+
+def test_a_compiled_library_calls_the_kernels_without_python(library, monkeypatch):
+    path, folder = library
+    monkeypatch.setattr(library_files, "cache_folder", lambda: folder)
     engine = Engine(EngineConfig(str(path), kv_cache_memory="4MiB", compile_forward=True))
     try:
-        spent = engine._parts.runner._path._cache.kernel_times = KernelTimes()
+        kernel_times = engine._parts.runner._path._cache.kernel_times = KernelTimes()
         engine.generate(PROMPTS, GREEDY)
     finally:
         engine.close()
-    # The compiled library calls the kernels as C functions, not as operators through Python.
-    assert spent.linear_ns > 0
-    assert spent.attention_ns > 0
+    # Only calls as C functions add their times here. Operators called through Python do not.
+    assert kernel_times.linear_ns > 0
+    assert kernel_times.attention_ns > 0
 
 
 def test_a_compiled_forward_pass_computes_steps_with_adapters(
     library, one_layer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(library_files, "cache_folder", lambda: library[1])
+    _, folder = library
+    monkeypatch.setattr(library_files, "cache_folder", lambda: folder)
     expected = references(tmp_path, write_both(tmp_path, one_layer.make()))
     engine = open_engine(
         tmp_path / "0", lora_adapters=adapters(tmp_path), block_size=16, compile_forward=True
     )
     compiled = engine._parts.runner._path._compiled
     assert compiled is not None
-    num_calls = []
-    run = compiled._run
-    compiled._run = lambda *inputs: num_calls.append(1) or run(*inputs)
+    run_compiled = Mock(side_effect=compiled._run)
+    monkeypatch.setattr(compiled, "_run", run_compiled)
+
     assert answer_mixed(engine) == expected
-    assert len(num_calls) >= MAX_TOKENS
+    assert run_compiled.call_count >= MAX_TOKENS
     engine.close()
 
 
@@ -146,72 +155,82 @@ def test_a_model_that_cannot_be_traced_runs_as_it_is_and_says_why(checkpoint, mo
     path = checkpoint("llama")
     forward = LlamaMLP.forward
 
-    def looks_at_numbers(self, hidden):
+    def forward_that_reads_numbers(self, hidden):
         return forward(self, hidden if hidden.abs().sum().item() >= 0 else -hidden)
 
-    monkeypatch.setattr(LlamaMLP, "forward", looks_at_numbers)
+    monkeypatch.setattr(LlamaMLP, "forward", forward_that_reads_numbers)
     expected, _ = answers(path)
-    found, said = answers(path, compile_forward=True)
-    assert "the forward pass is not compiled: " in said
-    assert found == expected
+    tokens, progress = answers(path, compile_forward=True)
+    assert "the forward pass is not compiled: " in progress
+    assert tokens == expected
 
 
 def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypatch):
     path = checkpoint("llama")
     expected, _ = answers(path)
-    monkeypatch.setattr(
-        accelerate_path,
-        "compile_forward",
-        lambda *_, **__: load_library.CompiledForward(
-            lambda *rows: torch.zeros(len(rows[2]), VOCAB_SIZE)
-        ),
-    )
-    found, said = answers(path, compile_forward=True)
-    assert "the forward pass is not compiled: its logits differ from" in said
-    assert found == expected
+
+    def zero_logits(*inputs):
+        logits_index = inputs[2]
+        return torch.zeros(len(logits_index), VOCAB_SIZE)
+
+    wrong_library = load_library.CompiledForward(zero_logits)
+    monkeypatch.setattr(accelerate_path, "compile_forward", lambda *_, **__: wrong_library)
+    tokens, progress = answers(path, compile_forward=True)
+    assert "the forward pass is not compiled: its logits differ from" in progress
+    assert tokens == expected
 
 
 def test_a_model_on_another_path_says_that_it_is_not_compiled(tmp_path):
     bloom = Family("bloom", "bloom", {"n_layer": 2, "n_head": 4})
-    found, said = answers(bloom.save(tmp_path / "bloom"), compile_forward=True)
+    tokens, progress = answers(bloom.save(tmp_path / "bloom"), compile_forward=True)
     expected = (
         'supports only the forward path "packed", but this model uses the forward path "padded"'
     )
-    assert expected in said
-    assert all(len(tokens) == 12 for tokens in found)
+    assert expected in progress
+    assert all(len(answer) == 12 for answer in tokens)
 
 
 def test_a_library_that_another_engine_has_stored_meanwhile_stays(tmp_path, monkeypatch):
     folder = tmp_path / "library"
+    library_file = folder / library_files.LIBRARY_FILE
 
-    def compile_slowly(program, package_path, inductor_configs):
+    def compile_while_another_engine_stores_its_library(program, package_path, inductor_configs):
         folder.mkdir()
-        with zipfile.ZipFile(folder / library_files.LIBRARY_FILE, "w") as archive:
+        with zipfile.ZipFile(library_file, "w") as archive:
             archive.writestr("engine", "other")
         Path(package_path).write_text("of this engine")
 
     program = SimpleNamespace(constants={})
     monkeypatch.setattr(build_library, "_trace", lambda *_: program)
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_slowly)
+    monkeypatch.setattr(
+        torch._inductor,
+        "aoti_compile_and_package",
+        compile_while_another_engine_stores_its_library,
+    )
+    monkeypatch.setattr(build_library, "TracedModel", lambda model: model)
     model = torch.nn.Linear(2, 2)
     model.device = torch.device("meta")
-    monkeypatch.setattr(build_library, "TracedModel", lambda model: model)
+
     build_library.build_library(model, None, folder, is_native=False)
-    assert zipfile.ZipFile(folder / library_files.LIBRARY_FILE).read("engine") == b"other"
+
+    assert zipfile.ZipFile(library_file).read("engine") == b"other"
     assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_literals_are_loaded_to_the_models_device_except_literals_of_the_cpu(tmp_path):
-    class Elsewhere(torch.Tensor):  # This tensor reports that it is on a GPU.
+    class GpuTensor(torch.Tensor):
+        """A tensor on the CPU that reports that it is on a GPU."""
+
         device = torch.device("cuda")
 
-    literals = {"here": torch.ones(2), "there": torch.ones(2).as_subclass(Elsewhere)}
+    literals = {"on_cpu": torch.ones(2), "on_gpu": torch.ones(2).as_subclass(GpuTensor)}
     library_files.save_literals(literals, tmp_path / "literals")
-    found = library_files.load_literals(tmp_path / "literals", torch.device("meta"))
-    assert {name: tensor.device.type for name, tensor in found.items()} == {
-        "here": "cpu",
-        "there": "meta",
-    }
-    assert found["here"].tolist() == [1.0, 1.0]
+    loaded = library_files.load_literals(tmp_path / "literals", torch.device("meta"))
+    assert loaded["on_cpu"].device.type == "cpu"
+    assert loaded["on_gpu"].device.type == "meta"
+    assert loaded["on_cpu"].tolist() == [1.0, 1.0]
+
+
+def test_a_library_without_literals_can_be_stored(tmp_path):
     library_files.save_literals({}, tmp_path / "none")
     assert library_files.load_literals(tmp_path / "none", torch.device("meta")) == {}

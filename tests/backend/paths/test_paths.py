@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ from backend import shrink
 SIZES = Sizes(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=128)
 
 
-def tier_of(folder, lines=None, **settings):
+def spec_of(folder, lines=None, **settings):
+    """Return the description of the forward path that the engine chooses for a checkpoint.
+
+    The progress messages are appended to `lines`.
+    """
     hook = AttentionHook()
     checkpoint = load_checkpoint(
         str(folder),
@@ -37,6 +42,7 @@ def tier_of(folder, lines=None, **settings):
 
 
 def request_of(row, token_ids, num_prompt_tokens=None):
+    """Return a sequence in the row `row`. By default, all of its tokens belong to the prompt."""
     sequence = Sequence(str(row), list(token_ids), SamplingParams(), max_total_tokens=128)
     sequence.row = row
     sequence.num_prompt_tokens = num_prompt_tokens or len(sequence.token_ids)
@@ -46,16 +52,21 @@ def request_of(row, token_ids, num_prompt_tokens=None):
 
 @torch.inference_mode()
 def forward(path, *chunks):
+    """Return the logits of a step."""
     return path.forward(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
 
 
 def prompt_chunk(sequence):
-    return Chunk(sequence, 0, len(sequence.token_ids), True, True, 1)
+    """Return a chunk with all tokens of a sequence."""
+    num_tokens = len(sequence.token_ids)
+    return Chunk(sequence, 0, num_tokens, samples=True, is_first=True, num_logits=1)
 
 
 def next_chunk(sequence, token_id):
+    """Append a token to a sequence, and return a chunk with this token."""
     sequence.token_ids.append(token_id)
-    return Chunk(sequence, len(sequence.token_ids) - 1, 1, True, False, 1)
+    position = len(sequence.token_ids) - 1
+    return Chunk(sequence, position, 1, samples=True, is_first=False, num_logits=1)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "minimax"])
@@ -66,7 +77,10 @@ def test_the_states_of_ended_sequences_are_deleted(model_type, saved):
         engine.add_request(str(number), prompt, replace(PARAMS, max_tokens=number + 1))
     while engine.has_work():
         engine.step()
+
     engine.generate([PROMPTS[0]], PARAMS)
+
+    # Only the state of the last sequence remains. The two forward paths store states differently.
     states = engine._parts.runner._path._states
     assert len(states._num_tokens if model_type == "qwen3_next" else states) == 1
     engine.close()
@@ -74,63 +88,71 @@ def test_the_states_of_ended_sequences_are_deleted(model_type, saved):
 
 @pytest.mark.parametrize("model_type", ["minimax", "mamba", "jamba"])
 def test_tokens_that_a_grammar_forces_continue_the_stored_state(model_type, saved, monkeypatch):
-    tier = tier_of(saved(model_type))
-    path = tier.build(SIZES)
+    spec = spec_of(saved(model_type))
+    path, fresh_path = spec.build(SIZES), spec.build(SIZES)
     sequence = request_of(0, PROMPTS[3])
     forward(path, prompt_chunk(sequence))
-    start = len(sequence.token_ids)
+    num_prompt_tokens = len(sequence.token_ids)
     sequence.token_ids += [7, 8, 9]
-    whole = Chunk(request_of(1, sequence.token_ids, start), 0, start + 3, True, True, 1)
-    expected = forward(tier.build(SIZES), whole)
-    num_runs, run_model = [], path._run_model
-    monkeypatch.setattr(
-        path, "_run_model", lambda *a, **k: num_runs.append(1) or run_model(*a, **k)
+    whole_sequence = request_of(1, sequence.token_ids, num_prompt_tokens)
+    expected = forward(fresh_path, prompt_chunk(whole_sequence))
+    run_model = Mock(side_effect=path._run_model)
+    monkeypatch.setattr(path, "_run_model", run_model)
+
+    forced_tokens = Chunk(
+        sequence, num_prompt_tokens, 3, samples=True, is_first=False, num_logits=1
     )
-    logits = forward(path, Chunk(sequence, start, 3, True, False, 1))
+    logits = forward(path, forced_tokens)
+
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-    assert len(num_runs) == 3
+    # These models continue a state only with single tokens.
+    assert run_model.call_count == 3
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba", "inkling_text"])
 def test_a_state_is_computed_again_after_tokens_were_removed(saved, model_type):
-    tier = tier_of(saved(model_type))
-    path, fresh = tier.build(SIZES), tier.build(SIZES)
+    spec = spec_of(saved(model_type))
+    path, fresh_path = spec.build(SIZES), spec.build(SIZES)
     sequence = request_of(0, PROMPTS[2])
     forward(path, prompt_chunk(sequence))
     forward(path, next_chunk(sequence, 7))
     forward(path, next_chunk(sequence, 8))
+
     del sequence.token_ids[-2:]
-    found = forward(path, next_chunk(sequence, 9))
-    expected = forward(fresh, prompt_chunk(request_of(0, [*PROMPTS[2], 9])))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    logits = forward(path, next_chunk(sequence, 9))
+
+    expected = forward(fresh_path, prompt_chunk(request_of(0, [*PROMPTS[2], 9])))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "inkling_text", "rwkv"])
 def test_a_failed_request_does_not_change_the_states_of_others(saved, model_type):
-    tier = tier_of(saved(model_type))
-    path, fresh = tier.build(SIZES), tier.build(SIZES)
-    first, second = request_of(0, PROMPTS[1]), request_of(1, PROMPTS[2])
-    for sequence in (first, second):
+    spec = spec_of(saved(model_type))
+    path, fresh_path = spec.build(SIZES), spec.build(SIZES)
+    failed, other = request_of(0, PROMPTS[1]), request_of(1, PROMPTS[2])
+    for sequence in (failed, other):
         forward(path, prompt_chunk(sequence))
-    forward(path, next_chunk(first, 5), next_chunk(second, 6))
-    path.clear(first)
-    found = forward(path, next_chunk(second, 7))
-    again = request_of(1, [*PROMPTS[2], 6], len(PROMPTS[2]))
-    forward(fresh, prompt_chunk(again))
-    torch.testing.assert_close(found, forward(fresh, next_chunk(again, 7)), atol=1e-4, rtol=1e-4)
+    forward(path, next_chunk(failed, 5), next_chunk(other, 6))
+
+    path.clear(failed)
+    logits = forward(path, next_chunk(other, 7))
+
+    same_tokens = request_of(1, [*PROMPTS[2], 6], len(PROMPTS[2]))
+    forward(fresh_path, prompt_chunk(same_tokens))
+    expected = forward(fresh_path, next_chunk(same_tokens, 7))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bloom", "bart", "rwkv"])
 def test_logits_are_computed_for_the_requested_number_of_tokens(saved, model_type):
-    tier = tier_of(saved(model_type))
-    path = tier.build(SIZES)
-    sequence = request_of(0, PROMPTS[2])
-    many = forward(path, prompt_chunk(sequence)._replace(num_logits=4))
-    one = forward(path, prompt_chunk(sequence))
-    none = forward(path, prompt_chunk(sequence)._replace(num_logits=0, samples=False, num_tokens=5))
-    assert many.shape[0] == 4
-    assert none.shape[0] == 0
-    torch.testing.assert_close(many[-1:], one, atol=1e-4, rtol=1e-4)
+    path = spec_of(saved(model_type)).build(SIZES)
+    chunk = prompt_chunk(request_of(0, PROMPTS[2]))
+    logits_of_four = forward(path, chunk._replace(num_logits=4))
+    logits_of_one = forward(path, chunk)
+    no_logits = forward(path, chunk._replace(num_logits=0, samples=False, num_tokens=5))
+    assert len(logits_of_four) == 4
+    assert len(no_logits) == 0
+    torch.testing.assert_close(logits_of_four[-1:], logits_of_one, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -148,47 +170,50 @@ def test_logits_are_computed_for_the_requested_number_of_tokens(saved, model_typ
 )
 def test_the_path_is_logged_with_the_reasons_against_faster_paths(saved, model_type, pattern):
     lines = []
-    tier_of(saved(model_type), lines)
+    spec_of(saved(model_type), lines)
     (line,) = lines
     assert re.search(pattern, line)
 
 
-def assert_differs(folder, tier):
+def assert_check_fails(folder, path_name):
+    """Check that the forward path `path_name` computes wrong logits, so "single" is chosen."""
     lines = []
-    assert tier_of(folder, lines).name == "single"
-    assert f"{tier}: its logits differ from the logits of the unmodified model" in lines[0]
+    assert spec_of(folder, lines).name == "single"
+    assert f"{path_name}: its logits differ from the logits of the unmodified model" in lines[0]
 
 
-def test_the_self_check_detects_attention_to_padding(saved, monkeypatch):
-    right = gathered_cache.GatheredStep.from_chunks
+def attend_to_padding(monkeypatch):
+    """Make the attention masks of gathered steps include the padding."""
+    from_chunks = gathered_cache.GatheredStep.from_chunks
 
-    def wrong(chunks, cache):
-        step = right(chunks, cache)
+    def from_chunks_with_wrong_mask(chunks, cache):
+        step = from_chunks(chunks, cache)
         step.mask.fill_(1)
         return step
 
-    monkeypatch.setattr(gathered_cache.GatheredStep, "from_chunks", wrong)
-    assert_differs(saved("bloom"), "padded")
+    monkeypatch.setattr(gathered_cache.GatheredStep, "from_chunks", from_chunks_with_wrong_mask)
+
+
+def test_the_self_check_detects_attention_to_padding(saved, monkeypatch):
+    attend_to_padding(monkeypatch)
+    assert_check_fails(saved("bloom"), "padded")
 
 
 def test_the_self_check_detects_states_of_other_rows(saved, monkeypatch):
-    right = recurrent_cache._cut_row
-    monkeypatch.setattr(
-        recurrent_cache, "_cut_row", lambda value, row, count: right(value, 0, count)
-    )
-    assert_differs(saved("qwen3_next"), "rows")
+    cut_row = recurrent_cache._cut_row
+
+    def cut_first_row(value, row, count):
+        return cut_row(value, 0, count)
+
+    monkeypatch.setattr(recurrent_cache, "_cut_row", cut_first_row)
+    assert_check_fails(saved("qwen3_next"), "rows")
 
 
 def test_the_self_check_detects_a_state_of_an_earlier_request(saved, monkeypatch):
-    monkeypatch.setattr(row_keys, "make_cache", _dirty(row_keys.make_cache))
-    assert_differs(saved("mamba"), "rows")
+    make_cache = row_keys.make_cache
 
-
-def _dirty(make):
-    """Return a function that creates caches as `make` does, but with states that are not empty."""
-
-    def made(config):
-        cache = make(config)
+    def make_cache_with_states(config):
+        cache = make_cache(config)
         for layer in cache.layers:
             layer.lazy_initialization(torch.ones(1, 96, 4), torch.ones(1, 96, 16))
             layer.conv_states[0].fill_(1)
@@ -196,25 +221,19 @@ def _dirty(make):
             layer.has_previous_state[0] = True
         return cache
 
-    return made
+    monkeypatch.setattr(row_keys, "make_cache", make_cache_with_states)
+    assert_check_fails(saved("mamba"), "rows")
 
 
 def test_the_self_check_detects_attention_to_padding_in_models_with_states(saved, monkeypatch):
-    right = gathered_cache.GatheredStep.from_chunks
-
-    def wrong(chunks, cache):
-        step = right(chunks, cache)
-        step.mask.fill_(1)
-        return step
-
-    monkeypatch.setattr(gathered_cache.GatheredStep, "from_chunks", wrong)
-    assert_differs(saved("inkling_text"), "rows")
+    attend_to_padding(monkeypatch)
+    assert_check_fails(saved("inkling_text"), "rows")
 
 
 @pytest.mark.parametrize(("max_model_len", "path"), [(64, "packed"), (65, "padded")])
 def test_sparse_attention_runs_packed_if_the_indexer_keeps_all_tokens(saved, max_model_len, path):
-    tier = tier_of(saved("deepseek_v32"), max_model_len=max_model_len)
-    assert tier.name == path
+    spec = spec_of(saved("deepseek_v32"), max_model_len=max_model_len)
+    assert spec.name == path
 
 
 def test_weights_that_give_nan_are_refused_with_the_reason_of_every_path(tmp_path):
@@ -223,18 +242,19 @@ def test_weights_that_give_nan_are_refused_with_the_reason_of_every_path(tmp_pat
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError) as caught:
         open_engine(tmp_path)
-    for tier in ("packed: ", "rows: ", "padded: ", "single: "):
-        assert tier in str(caught.value)
+    for path_name in ("packed: ", "rows: ", "padded: ", "single: "):
+        assert path_name in str(caught.value)
 
 
 def test_states_are_part_of_the_memory_plan(saved):
-    roomy = open_engine(saved("qwen3_next"), max_num_seqs=64)
-    tight = open_engine(saved("qwen3_next"), max_num_seqs=64, kv_cache_memory=200 * 1024)
-    assert tight.info.max_num_seqs < roomy.info.max_num_seqs == 64
+    engine = open_engine(saved("qwen3_next"), max_num_seqs=64)
+    small_engine = open_engine(saved("qwen3_next"), max_num_seqs=64, kv_cache_memory=200 * 1024)
+    assert small_engine.info.max_num_seqs < engine.info.max_num_seqs == 64
+    outputs = small_engine.generate(PROMPTS, PARAMS)
     expected = reference(saved("qwen3_next"))
-    assert [o.outputs[0].token_ids for o in tight.generate(PROMPTS, PARAMS)] == expected
-    for engine in (roomy, tight):
-        engine.close()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    engine.close()
+    small_engine.close()
 
 
 def test_the_memory_plan_is_printed_at_start(saved, caplog):

@@ -38,8 +38,19 @@ class _Block(RequestBody):
     type: str
 
 
-class _TextBlock(_Block):
-    """A content block that contains text."""
+class _TextFields(_Block):
+    """The fields of a content block that contains text. Valid blocks become a `_TextBlock`."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _TextBlock:
+    """A content block that contains text.
+
+    A request may have hundreds of thousands of text blocks. Creating an object of a pydantic class
+    for each block would delay the requests of other clients for seconds.
+    """
 
     text: str
 
@@ -83,20 +94,23 @@ class _Message(RequestBody):
     content: Any
 
 
+_AnyBlock = _Block | _TextBlock
+
+
 @dataclass(frozen=True)
 class _Turn:
     """One message of the conversation, with validated blocks."""
 
     role: str
-    blocks: list[_Block]
+    blocks: list[_AnyBlock]
 
 
-_TEXT_ONLY_BLOCKS: dict[str, type[_Block]] = {"text": _TextBlock}
-_RESULT_BLOCKS: dict[str, type[_Block]] = {"text": _TextBlock, "image": _ImageBlock}
+_TEXT_ONLY_BLOCKS: dict[str, type[_Block]] = {"text": _TextFields}
+_RESULT_BLOCKS: dict[str, type[_Block]] = {"text": _TextFields, "image": _ImageBlock}
 _BLOCKS: dict[str, dict[str, type[_Block]]] = {
-    "user": {"text": _TextBlock, "image": _ImageBlock, "tool_result": _ToolResultBlock},
+    "user": {"text": _TextFields, "image": _ImageBlock, "tool_result": _ToolResultBlock},
     "assistant": {
-        "text": _TextBlock,
+        "text": _TextFields,
         "thinking": _ThinkingBlock,
         "redacted_thinking": _RedactedThinkingBlock,
         "tool_use": _ToolUseBlock,
@@ -169,7 +183,7 @@ def _read_message(given: Json, place: str) -> _Turn:
     return _Turn(message.role, blocks)
 
 
-def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]]) -> list[_Block]:
+def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]]) -> list[_AnyBlock]:
     """Return the content of a message as a list of blocks.
 
     If the content is a text, return one text block.
@@ -184,11 +198,15 @@ def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]])
     return [_read_block(block, f"{place}[{at}]", kinds) for at, block in enumerate(content)]
 
 
-def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) -> _Block:
+def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) -> _AnyBlock:
     """Validate and return a block of a message. Convert the content of a tool result to blocks."""
     type_name = given.get("type") if isinstance(given, dict) else None
     if not isinstance(type_name, str) or type_name not in kinds:
         raise _wrong_type_error(given, type_name, place, kinds)
+    # Valid text blocks are not validated with pydantic; see `_TextBlock`.
+    text = given.get("text") if type_name == "text" and isinstance(given, dict) else None
+    if isinstance(text, str):
+        return _TextBlock(text)
     block = validated(kinds[type_name], given, place)
     if isinstance(block, _ImageBlock):
         _check_image_source(block, place)
@@ -216,7 +234,7 @@ def _wrong_type_error(
     )
 
 
-def _join_text_blocks(blocks: Sequence[_Block]) -> str:
+def _join_text_blocks(blocks: Sequence[_AnyBlock]) -> str:
     """Join the texts of all text blocks. Each text starts on a new line. Skip other blocks."""
     return "\n".join(block.text for block in blocks if isinstance(block, _TextBlock))
 
@@ -244,10 +262,10 @@ def _without_system_role(turn: _Turn) -> _Turn:
     if turn.role != "system":
         return turn
     text = f"<system-reminder>\n{_join_text_blocks(turn.blocks)}\n</system-reminder>"
-    return _Turn("user", [_TextBlock(type="text", text=text)])
+    return _Turn("user", [_TextBlock(text)])
 
 
-def _assistant_message(blocks: Sequence[_Block]) -> Json:
+def _assistant_message(blocks: Sequence[_AnyBlock]) -> Json:
     """Convert the blocks of an assistant's message to one chat message.
 
     The arguments of a tool call stay an object, as in Anthropic's API. OpenAI's API has JSON text
@@ -277,7 +295,9 @@ def _assistant_message(blocks: Sequence[_Block]) -> Json:
     return message
 
 
-def _user_messages(blocks: Sequence[_Block], function_names: Mapping[str, str]) -> Iterator[Json]:
+def _user_messages(
+    blocks: Sequence[_AnyBlock], function_names: Mapping[str, str]
+) -> Iterator[Json]:
     """Yield the chat messages for the blocks of a user's message.
 
     The results of tools come first, because chat templates expect the results directly after the
@@ -311,7 +331,7 @@ def _tool_message(result: _ToolResultBlock, function_names: Mapping[str, str]) -
     }
 
 
-def _text_and_image_parts(blocks: Sequence[_Block]) -> list[Json]:
+def _text_and_image_parts(blocks: Sequence[_AnyBlock]) -> list[Json]:
     """Convert the text and image blocks of a message or a tool result to chat content parts."""
     parts: list[Json] = []
     for block in blocks:

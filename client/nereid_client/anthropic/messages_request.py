@@ -4,6 +4,7 @@ Both routes also accept sampling fields of chat completions, such as `min_p`, al
 API does not have these fields.
 """
 
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -190,7 +191,7 @@ class CountTokensRequest(GenerationRequest):
                 )
         return self
 
-    @property
+    @cached_property
     def chat_messages(self) -> list[Json]:
         """The messages of the chat completion: the system prompt, followed by the conversation.
 
@@ -198,7 +199,7 @@ class CountTokensRequest(GenerationRequest):
         """
         return chat_messages(self.system, self.messages)
 
-    @property
+    @cached_property
     def chat_tools(self) -> list[Json]:
         """The tools in the format of chat completions.
 

@@ -3,6 +3,8 @@
 import time
 
 import pytest
+from nereid_client.anthropic.chat_translation import chat_request
+from nereid_client.anthropic.messages_request import MessagesRequest
 from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.responses.chat_translation import messages_of
 from nereid_client.responses.input_items import read_items
@@ -39,3 +41,12 @@ def test_a_conversation_with_many_pieces_of_reasoning_is_translated_quickly():
     (message,) = messages_of(None, items)
     assert time.process_time() - started < 2
     assert len(message["reasoning"]) == 2_000_000
+
+
+def test_a_message_with_many_blocks_is_translated_quickly():
+    blocks = [{"type": "text", "text": "a"} for _ in range(300_000)]
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": blocks}]}
+    started = time.process_time()
+    chat = chat_request(MessagesRequest.model_validate(body), body)
+    assert time.process_time() - started < 2
+    assert len(chat["messages"][0]["content"]) == 599_999

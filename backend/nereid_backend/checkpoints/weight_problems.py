@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes weights of a checkpoint that are missing, unused or of the wrong shape."""
 
+import logging
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.quantised_tensors import QUANTISED_SUFFIXES, quantisation_settings
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.errors import ModelError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+_NUMBERED_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 def check_missing_weights(folder: Path, names: list[str], unused: list[str]) -> None:
@@ -87,6 +93,13 @@ def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel)
         return
     if problem := _describe_quantised(folder, names):
         raise UnsupportedModelError(problem)
+    in_layers = [name for name in names if _is_weight_in_layer(name, model)]
+    if in_layers:
+        logger.warning(
+            "%s: %s of transformers does not use %d weights of its layers, such as %s. If "
+            "config.json does not belong to these weights, the output is wrong.",
+            *(folder, type(model).__name__, len(in_layers), in_layers[0]),
+        )
     needed = [name for name in names if _is_needed_by_layer(name, model)]
     # Some programs write biases of zeros for layers without a bias, which may be ignored.
     tensors = open_tensors(folder) if needed else {}
@@ -101,6 +114,17 @@ def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel)
             )
 
 
+def _is_weight_in_layer(name: str, model: PreTrainedModel) -> bool:
+    """Return whether a name is that of a weight in one of the numbered layers of a model.
+
+    Example: "model.layers.0.self_attn.q_norm.weight" gives True if the model has "model.layers.0".
+    """
+    layer = _NUMBERED_LAYER.match(name)
+    if layer is None or not name.endswith(".weight"):
+        return False
+    return _find_module(layer[1], model) is not None
+
+
 def _is_needed_by_layer(name: str, model: PreTrainedModel) -> bool:
     """Return whether an unused weight changes the output of a layer that the model has.
 
@@ -112,15 +136,23 @@ def _is_needed_by_layer(name: str, model: PreTrainedModel) -> bool:
     layer_name, _, kind = name.rpartition(".")
     if kind != "bias":
         return False
-    try:
-        layer = model.get_submodule(layer_name.removeprefix(f"{model.base_model_prefix}."))
-    except AttributeError:
-        try:
-            layer = model.get_submodule(layer_name)
-        except AttributeError:
-            return False
+    layer = _find_module(layer_name, model)
     has_weight = isinstance(getattr(layer, "weight", None), torch.Tensor)
     return has_weight and getattr(layer, "bias", None) is None
+
+
+def _find_module(name: str, model: PreTrainedModel) -> nn.Module | None:
+    """Return the module of a model with a name; None if the model has no such module.
+
+    A model without a head has names without the prefix of the model, which the files can contain.
+    """
+    for candidate in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+        try:
+            module: nn.Module = model.get_submodule(candidate)
+            return module
+        except AttributeError:
+            continue
+    return None
 
 
 def _describe_quantised(folder: Path, names: Iterable[str]) -> str | None:

@@ -312,6 +312,17 @@ def test_a_bias_that_the_model_lacks_is_refused_unless_it_is_zero(is_zero, copy)
         open_engine(copy)
 
 
+def test_a_weight_of_a_layer_that_the_model_ignores_is_reported(copy, caplog):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+    weights["mtp.layers.0.norm.weight"] = torch.ones(64)  # belongs to another model
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    open_engine(copy).close()
+    assert "does not use 1 weights of its layers, such as model.layers.0" in caplog.text
+
+
 def test_the_error_about_a_missing_output_layer_names_the_setting_for_shared_weights(copy):
     weights = load_file(copy / "model.safetensors")
     del weights["lm_head.weight"]

@@ -110,7 +110,7 @@ def _describe_splade(base: CheckpointSpec, splade: dict[str, Any]) -> Checkpoint
         raise UnsupportedModelError(
             f"{base.folder}: the module SpladePooling has the pooling_strategy {strategy} and the "
             f"activation_function {activation}. Only the strategies max and sum, and the "
-            "activations relu and log1p_relu are supported."
+            "activations relu and log1p_relu are supported. Use another checkpoint."
         )
     # The pooling always applies log1p once. The activation log1p_relu applies log1p a second time.
     num_log1p = 2 if activation == "log1p_relu" else 1
@@ -228,7 +228,8 @@ def _check_multi_vector_modules(
         )
     if mask is not None and mask.get("keep_only_token_ids"):  # removes all tokens except these
         raise UnsupportedModelError(
-            f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported."
+            f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported. "
+            "Use another checkpoint."
         )
 
 
@@ -271,7 +272,8 @@ def _refuse_query_expansion(folder: Path) -> None:
     if read_settings(folder).get("query_expansion"):
         raise UnsupportedModelError(
             f"{folder}: query_expansion requires a checkpoint with one vector for each token, "
-            "but this checkpoint pools its token vectors."
+            "but this checkpoint pools its token vectors. Remove query_expansion from the settings "
+            "file of sentence-transformers, or use another checkpoint."
         )
 
 
@@ -329,7 +331,8 @@ def _poolers_of(pooling: ModuleSpec) -> tuple[str, ...]:
         if name not in _DENSE_POOLERS:
             raise UnsupportedModelError(
                 f"{pooling.folder}/config.json: the pooling mode {name} is not supported. The "
-                f"supported modes are {', '.join(_DENSE_POOLERS)}."
+                f"supported modes are {', '.join(_DENSE_POOLERS)}. Use another checkpoint, or set "
+                "pooling."
             )
     return names
 

@@ -104,7 +104,8 @@ def _module_of(entry: dict[str, Any], root: Path) -> ModuleSpec:
     if package not in _PACKAGES:
         raise UnsupportedModelError(
             f"{root}/modules.json: the module {entry['type']} is Python code of the checkpoint, "
-            f"which is not run. Only modules of {' and '.join(_PACKAGES)} are supported."
+            f"which is not run. Only modules of {' and '.join(_PACKAGES)} are supported. Use "
+            "another checkpoint."
         )
     kind = entry["type"].rsplit(".", 1)[-1]
     return ModuleSpec(kind, folder, config=read_json(folder / "config.json"))
@@ -189,13 +190,14 @@ def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
     if not modules or modules[0].kind not in _FIRST_MODULES:
         first = modules[0].kind if modules else "nothing"
         raise UnsupportedModelError(
-            f"{path}: the first module must be a transformers model, but it is {first}."
+            f"{path}: the first module must be a transformers model, but it is {first}. Use a "
+            f"checkpoint whose first module is {' or '.join(_FIRST_MODULES)}."
         )
     for module in modules[1:]:
         if module.kind not in _LATER_MODULES:
             raise UnsupportedModelError(
                 f"{path}: the module {module.kind} is not supported. The supported modules are "
-                f"{', '.join(sorted(_LATER_MODULES))}."
+                f"{', '.join(sorted(_LATER_MODULES))}. Use another checkpoint."
             )
         if module.kind in ("Dense", "Normalize"):
             _check_names(path, module)
@@ -212,5 +214,5 @@ def _check_names(path: Path, module: ModuleSpec) -> None:
     if output_name != input_name:
         raise UnsupportedModelError(
             f"{path}: the input and the output of the module {module.kind} must have the same "
-            f"name, but they are {input_name} and {output_name}."
+            f"name, but they are {input_name} and {output_name}. Use another checkpoint."
         )

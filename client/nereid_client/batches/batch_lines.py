@@ -13,6 +13,7 @@ from nereid_client.errors import shown
 MAX_LINES = 50_000
 """The largest number of requests in a batch. OpenAI's API has the same limit."""
 _MAX_ID_LENGTH = 512
+_BLOCK_BYTES = 2**20
 _LINE_OF_ID = re.compile(rb'\{"id": "batch_req_[0-9a-f]+_(\d+)"')
 
 
@@ -68,17 +69,46 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[InputLine]:
         number += 1
         is_too_long = len(content) > max_bytes and not content.endswith(b"\n")
         if is_too_long:
-            _skip_line(file, max_bytes)
-            yield InputLine(number, None)
+            is_rest_blank = _skip_line(file, max_bytes)
+            if content.strip() or not is_rest_blank:
+                yield InputLine(number, None)
         elif content.strip():
             yield InputLine(number, content)
+        else:
+            number += _skip_blank_lines(file)
 
 
-def _skip_line(file: BinaryIO, max_bytes: int) -> None:
-    """Skip the rest of the current line. Read at most `max_bytes` + 1 bytes at a time."""
-    part = file.readline(max_bytes + 1)
-    while part and not part.endswith(b"\n"):
-        part = file.readline(max_bytes + 1)
+def _skip_blank_lines(file: BinaryIO) -> int:
+    """Skip the blank lines before the next other line, and return their number.
+
+    Blocks are faster than lines: a file of 4 GB can have four billion blank lines.
+    """
+    num_lines = 0
+    position = line_start = file.tell()
+    while block := file.read(_BLOCK_BYTES):
+        num_blank_bytes = len(block) - len(block.lstrip())
+        num_lines += block.count(b"\n", 0, num_blank_bytes)
+        # `rfind` returns -1 if the blank bytes contain no line end.
+        if last_line_end := block.rfind(b"\n", 0, num_blank_bytes) + 1:
+            line_start = position + last_line_end
+        position += len(block)
+        if num_blank_bytes < len(block):
+            break
+    file.seek(line_start)
+    return num_lines
+
+
+def _skip_line(file: BinaryIO, max_bytes: int) -> bool:
+    """Skip the rest of the current line, and return whether the rest is blank.
+
+    At most `max_bytes` + 1 bytes are read at a time.
+    """
+    is_blank = True
+    while part := file.readline(max_bytes + 1):
+        is_blank = is_blank and not part.strip()
+        if part.endswith(b"\n"):
+            break
+    return is_blank
 
 
 def count_lines(path: Path, max_bytes: int) -> int:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from nereid_client.batches.batch_lines import (
     LineError,
     LineParser,
     ResultFile,
+    count_lines,
     custom_id_in,
     read_lines,
     result_line,
@@ -93,7 +95,10 @@ def test_a_body_that_is_no_form_is_refused(content_type):
         FormReader(content_type, lambda data: None)
 
 
-@given(st.lists(st.binary(max_size=40).map(lambda line: line.replace(b"\n", b"")), max_size=20))
+LINES = st.binary(max_size=40) | st.text(" \r\t", max_size=20).map(str.encode)
+
+
+@given(st.lists(LINES.map(lambda line: line.replace(b"\n", b"")), max_size=20))
 @settings(max_examples=60, deadline=None)
 def test_lines_keep_their_numbers_and_long_lines_are_not_read(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("lines") / "input"
@@ -101,12 +106,23 @@ def test_lines_keep_their_numbers_and_long_lines_are_not_read(tmp_path_factory, 
     with path.open("rb") as file:
         lines_by_number = dict(read_lines(file, 10))
     for number, line in enumerate(lines, 1):
-        if len(line) > 10:
-            assert lines_by_number[number] is None
-        elif line.strip():
-            assert lines_by_number[number].rstrip(b"\n") == line
-        else:
+        if not line.strip():
             assert number not in lines_by_number
+        elif len(line) > 10:
+            assert lines_by_number[number] is None
+        else:
+            assert lines_by_number[number].rstrip(b"\n") == line
+
+
+def test_millions_of_blank_lines_are_skipped_quickly(tmp_path):
+    path = tmp_path / "input"
+    path.write_bytes(b"a\n" + b" \n" * 10_000_000 + b"  b\n")
+    start = time.process_time()
+    assert count_lines(path, max_bytes=10) == 2
+    assert time.process_time() - start < 1
+    with path.open("rb") as file:
+        *_, last_line = read_lines(file, 10)
+    assert last_line == InputLine(10_000_002, b"  b\n")
 
 
 @given(st.binary(max_size=200) | st.from_type(object).map(lambda value: repr(value).encode()))

@@ -215,7 +215,7 @@ class CallWriter:
         """
         self.is_open = False
         if self._call.is_discarded:
-            self.clear_deviations()
+            self.clear_deviations()  # No event of this tool call reports them.
             return
         if fault:
             self.add_deviation(fault)
@@ -233,7 +233,8 @@ class CallWriter:
         stored_text = self._call.wrapper_filter.finish()  # "" if nothing is stored.
         if self._call.wrapper_filter.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
-        self._append_arguments(stored_text)  # Appends no event for "".
+        if stored_text:
+            self._append_arguments(stored_text)
         if not self._call.has_arguments_event:
             self._append_arguments(_EMPTY_ARGUMENTS)
         self._append_end()
@@ -273,13 +274,13 @@ class CallWriter:
         The policy REPAIR_OR_DROP discards the tool call, so no event is appended. With any other
         policy, the events contain the `arguments` as the model wrote them.
         """
-        if self._policy.broken_arguments is not BrokenArguments.REPAIR_OR_DROP:
+        if self._policy.broken_arguments is BrokenArguments.REPAIR_OR_DROP:
+            log.warning(
+                "discarded a call of %r with broken arguments: %.200r", self._call.name, arguments
+            )
+            self.clear_deviations()  # No event of this tool call reports them.
+        else:
             self._append_whole_call(arguments)
-            return
-        log.warning(
-            "discarded a call of %r with broken arguments: %.200r", self._call.name, arguments
-        )
-        self.clear_deviations()
 
     def _repair_arguments(self, text: str) -> str | None:
         """Return the arguments in `text` as a JSON object. Return None if that is impossible.
@@ -328,7 +329,7 @@ class CallWriter:
         self._call.stored_arguments = [before]
         return found_marker + after
 
-    def renumbered_open_call(self, events: list[Event]) -> list[Event]:
+    def copy_events_of_open_call(self, events: list[Event]) -> list[Event]:
         """Copy the events of the open tool call, and set the index of each copy to 0.
 
         `events` are the events of the prompt, which ends inside this tool call. The client does not

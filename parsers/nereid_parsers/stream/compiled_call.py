@@ -41,6 +41,7 @@ from nereid_parsers.tool_declarations import (
 )
 
 _NEVER = "(?!)"  # A regex that never matches.
+_ANY_TEXT = ""  # A regex that matches at the start of any text.
 _NAME_START = r"\w"  # A regex for the first character of a function's name.
 
 
@@ -109,8 +110,9 @@ class CompiledCall:
 
         A tool call consists of an opening marker, a header that may contain the function's name,
         and a body that contains the arguments. Ordinary text may contain the marker, so a tool call
-        matches only if a body starts after the header. Examples for the marker `<call>`, the
-        header `{name}`, and a JSON object as the body:
+        matches only if a body starts after the header. The marker and the header together have at
+        most `MAX_HEAD_CHARS` characters. Examples for the marker `<call>`, the header `{name}`, and
+        a JSON object as the body:
 
             text            result
             `<call>sum{`    `Head(end=9, name="sum")`
@@ -353,7 +355,7 @@ def _compile_json_arguments_start(call: Call) -> _BodyStart:
         `f{"a": 1}`                     `{`, because no other text shows that this is a tool call
     """
     if _header_proves_call(call):
-        return _starts_with_one("")
+        return _starts_with_one(_ANY_TEXT)
     close_parts = marker_parts(call.close)
     has_both_markers = bool(call.trigger and close_parts)
     if not has_both_markers:

@@ -15,7 +15,6 @@ from nereid_parsers.stream.pattern_matching import looks_like_markup
 from nereid_parsers.tool_declarations import Call, ToolSection
 
 _Kinds = dict[str, MarkerKind]  # Maps each marker to its meaning.
-_NO_MARKERS = Lexer(())  # A lexer that finds no marker in any text.
 
 
 class MarkerLexer(Lexer):
@@ -29,6 +28,9 @@ class MarkerLexer(Lexer):
         """Create a lexer that finds the markers in `kinds`."""
         super().__init__(kinds)
         self.kinds = kinds
+
+
+_NO_MARKERS = MarkerLexer({})  # A lexer that finds no marker in any text.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class CompiledFormat:
     calls: CompiledCalls
     routes: tuple[CompiledHeader, ...] = ()
     message_call: CompiledCall | None = None
-    message_markers: Lexer = _NO_MARKERS
+    message_markers: MarkerLexer = _NO_MARKERS
 
     @property
     def reasoning(self) -> Reasoning | None:
@@ -100,7 +102,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
         layout=layout,
         # Reasoning is a whole message, so there is no closing marker such as `</think>`.
         reasoning_markers=message_markers,
-        reasoning_bounds=MarkerLexer({}),
+        reasoning_bounds=_NO_MARKERS,
         content_markers=MarkerLexer(calls.kinds | message_kinds),
         content_only_markers=Lexer(end_kinds),
         calls=calls,

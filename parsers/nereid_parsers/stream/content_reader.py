@@ -146,17 +146,18 @@ class ContentReader:
         Return HEADER if the next message starts, CONTENT if the message ends, or None if no marker
         has arrived.
         """
-        text_end, marker = self._format.message_markers.find(self._buffer)
+        message_markers = self._format.message_markers
+        text_end, marker = message_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
             return None
-        if self._format.content_markers.kinds[marker] is MarkerKind.START_MESSAGE:
+        if message_markers.kinds[marker] is MarkerKind.START_MESSAGE:
             return self._header_reader.read_start_marker(marker)
         self._remove(marker)  # The marker ends the message.
         return State.CONTENT
 
-    def drop_incomplete_marker(self, state: State) -> None:
+    def drop_incomplete_marker(self, *, is_reasoning: bool) -> None:
         """At the end of the message, remove an incomplete marker such as `<|message|><|te`.
 
         Examples for the marker `<|message|><|text|>`, which consists of two tags:
@@ -166,13 +167,11 @@ class ContentReader:
             `<|mess`             The text stays unread and becomes content, because ordinary text
                                  may contain a part of a tag.
 
-        `state` is the state in which the message has ended. Reasoning has other markers than
-        content.
+        `is_reasoning` is true if the message ends inside the reasoning, which has other markers
+        than content.
         """
         last_text = self._buffer.unread()
-        is_reasoning = state is State.REASONING
-        fmt = self._format
-        lexer = fmt.reasoning_markers if is_reasoning else fmt.content_markers
+        lexer = self._format.reasoning_markers if is_reasoning else self._format.content_markers
         is_incomplete_marker = any(
             marker.startswith(last_text) and contains_first_tag(last_text, marker)
             for marker in lexer.kinds

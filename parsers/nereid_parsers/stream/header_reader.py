@@ -103,10 +103,10 @@ class HeaderReader:
         )
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
-        """Remove a message header and the preceding start marker. Return the next state.
+        """Enter the message whose header has been found, and return the next state.
 
-        Example: `<|start|>assistant` and `<|channel|>final<|message|>` are removed, and the next
-        state is CONTENT. In the next state, the text after the header is read:
+        Example: `<|start|>assistant` and the header `<|channel|>final<|message|>` are removed, and
+        the next state is CONTENT. In the next state, the text after the header is read:
 
             stage of the message   next state
             CALLS                  CALL_BODY. If content precedes the message, and the policy

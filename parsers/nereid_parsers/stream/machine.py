@@ -149,7 +149,7 @@ class Machine:
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             return State.UNCLASSIFIED
         if starts_in_reasoning:
-            return self._reasoning_reader.start_opened()
+            return self._reasoning_reader.start_opened()  # REASONING or INLINE_REASONING
         return State.CONTENT
 
     def _discard_prefill(self, events: list[Event]) -> None:
@@ -170,7 +170,7 @@ class Machine:
 
         The output continues the tool call. It becomes the first tool call of the output.
         """
-        self._events += self._call_writer.renumbered_open_call(events)
+        self._events += self._call_writer.copy_events_of_open_call(events)
         self._call_writer.restart_numbering()
         self._call_writer.forbid_cuts_in_prompt()
 
@@ -208,7 +208,7 @@ class Machine:
                 self._enter(state)
 
     def finish(self) -> list[Event]:
-        """Parse the remaining text at the end of the message, and return the last events.
+        """Parse the remaining text at the end of the message, and return its events.
 
         Text may be stored or unread, because more text could have changed its meaning. This text is
         now classified. Examples: `Hi <` is content, and `<tool_call>{"name": "f"` is a tool call
@@ -230,7 +230,8 @@ class Machine:
         if self._state is State.UNCLASSIFIED:  # No marker has shown whether the text is reasoning.
             self._enter(self._unclassified_reader.finish())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
-            self._content_reader.drop_incomplete_marker(self._state)
+            is_reasoning = self._state is State.REASONING
+            self._content_reader.drop_incomplete_marker(is_reasoning=is_reasoning)
         self._run()
 
     def _finish_last_state(self) -> None:

@@ -373,16 +373,10 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     stop = re.escape(next_literal.strip())
     if not stop:
         return re.compile(".*")
-    return re.compile(
-        rf"""
-        (?: (?!{stop}) . )*  # All characters of the first line before the literal.
-        (?: \n
-            (?: [^\S\n]* \w+ ){{0,{_MAX_WORDS_ON_SECOND_LINE}}}  # White space and a word.
-            [^\S\n]*
-        )?
-        """,
-        re.VERBOSE,
-    )
+    first_line = f"(?:(?!{stop}).)*"  # All characters before the literal.
+    spaced_words = rf"(?:[^\S\n]*\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
+    second_line = rf"\n{spaced_words}[^\S\n]*"
+    return re.compile(f"{first_line}(?:{second_line})?")
 
 
 def tag_parts(marker: str) -> list[str]:

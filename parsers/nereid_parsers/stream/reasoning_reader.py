@@ -66,15 +66,14 @@ class ReasoningReader:
         self._format = context.format
         # Whether tool calls are recognised only before the content, and never in the reasoning.
         self._calls_must_come_first = context.calls_must_come_first
-        # Whether the client receives the reasoning and its markers as a part of the content.
         reasoning = context.format.reasoning
+        # Whether the client receives the reasoning and its markers as a part of the content.
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The way in which the reasoning of this message has ended.
         self._reasoning_end = _ReasoningEnd.NONE
-        # The pieces of text that `read_interrupted` has read, but not written, and the last
-        # characters of this text.
+        # The pieces of text that `read_interrupted` has read, but not written.
         self._stored_text: list[str] = []
-        self._last_stored_text = ""
+        self._last_stored_text = ""  # The last characters of the stored text.
         # Whether a possible tool call inside the reasoning is stored, because a closing marker may
         # follow. At the end of a message without this marker, the tool call is read at once.
         self._stores_possible_calls = True
@@ -441,7 +440,7 @@ class ReasoningReader:
             return True
         if self._calls_must_come_first:
             return False
-        if not has_output:
+        if not has_output:  # Only reasoning precedes the marker.
             return True
         return is_special_token(marker)
 

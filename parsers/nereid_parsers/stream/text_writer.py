@@ -111,7 +111,7 @@ class TextWriter:
         # The white space between the last content and a marker, such as the line break in
         # `One\n<call>..</call>Two`. The next content event starts with this white space.
         self._content_separator = ""
-        self._last_line = LastLine()  # Of the content.
+        self._last_line = LastLine()  # It shows whether the content quotes a tag.
         self._has_reasoning = False  # Whether an event for reasoning has been appended.
         # The number of characters at the start of the next text that belong to the prompt. Example:
         # the prompt ends with `<th`, so the next text is `<think>`, and this number is 3.
@@ -198,9 +198,8 @@ class TextWriter:
         if self._num_prompt_chars:
             text = self._cut_prompt(text)
         visible = text.rstrip()
-        ready_text = visible
-        if visible and self._trailing_whitespace:
-            ready_text = self._take_whitespace() + visible
+        starts_with_stored = visible and self._trailing_whitespace
+        ready_text = self._take_whitespace() + visible if starts_with_stored else visible
         if len(visible) < len(text):
             self._trailing_whitespace.append(text[len(visible) :])
         return ready_text
@@ -229,10 +228,10 @@ class TextWriter:
         # The trace function has already received `_content_separator`, as a part of the markup.
         if self._tracer.function is not None:
             self._tracer.function(_CONTENT, text)
-        text = self._content_separator + text
-        self._events.append(ContentDelta(text, fault))
+        event_text = self._content_separator + text
+        self._events.append(ContentDelta(event_text, fault))
         self._content_separator = ""
-        self._last_line.add(text)
+        self._last_line.add(event_text)
         self.has_content = True
         self.is_after_marker = False
         self._last_text_type = ContentDelta

@@ -114,11 +114,12 @@ class KeyRoles:
         self._writer = writer
         self._is_confirmed = is_confirmed
 
-    def role_of(self, path: str, *, is_object: bool) -> KeyRole:
-        """Return the meaning of a key, which decides how the value of the key is read.
+    def assign_role(self, path: str, *, is_object: bool) -> KeyRole:
+        """Determine the meaning of a key that was read. It decides how the value is read.
 
-        Examples: in `{"name": "f", "arguments": {}}`, the keys have the roles NAME and ARGUMENTS.
-        In `{"name": "f", "name": "g"}`, the second key is a repetition, so its role is IGNORED.
+        If an undeclared key has the role ARGUMENTS or WRAPPER, a deviation is stored. Examples: in
+        `{"name": "f", "arguments": {}}`, the keys have the roles NAME and ARGUMENTS. In
+        `{"name": "f", "name": "g"}`, the second key is a repetition, so its role is IGNORED.
 
         Args:
             path: The keys from the outermost object to the current key, joined by dots.
@@ -207,7 +208,7 @@ class NameIsKeyRoles:
         """Store `parts`, which the caller keeps up to date while it reads the JSON object."""
         self._parts = parts
 
-    def role_of(self, path: str, *, is_object: bool) -> KeyRole:  # noqa: ARG002 - as in KeyRoles
+    def assign_role(self, path: str, *, is_object: bool) -> KeyRole:  # noqa: ARG002 - as above
         """Return NAMED_ARGUMENTS for the first key, and INVALID for any other key."""
         return KeyRole.INVALID if self._parts.has_arguments else KeyRole.NAMED_ARGUMENTS
 

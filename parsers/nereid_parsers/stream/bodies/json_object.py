@@ -59,8 +59,7 @@ class ObjectReader(StepReader):
         self._outer_keys: list[str] = []
         # The name, the id and the arguments that have been read.
         self._parts = CallParts()
-        # Decides what each key means. The meaning depends on the parts that have been read, because
-        # a repeated key is ignored.
+        # Decides what each key means. It shares `_parts`, because a repeated key is ignored.
         self._roles = create_roles(keys, self._parts, writer, is_confirmed=is_confirmed)
 
     def finish(self) -> None:
@@ -191,7 +190,7 @@ class ObjectReader(StepReader):
         """
         is_object = text[pos] == "{"
         is_string = text[pos] in _QUOTES
-        match self._roles.role_of(self._path_of_key(), is_object=is_object):
+        match self._roles.assign_role(self._path_of_key(), is_object=is_object):
             case KeyRole.ARGUMENTS:
                 return self._start_arguments(text, pos)
             case KeyRole.NAMED_ARGUMENTS:
@@ -202,7 +201,7 @@ class ObjectReader(StepReader):
             case KeyRole.WRAPPER:  # An inner object that the format does not declare.
                 return self._enter_object("", pos)
             case KeyRole.NAME if is_string:
-                self._expect_string(self._set_name)
+                self._expect_string(self._handle_name)
             case KeyRole.ID if is_string:
                 self._expect_string(self._set_call_id)
             case KeyRole.ID | KeyRole.IGNORED:  # Only a string is an id. Other ids are ignored.
@@ -254,11 +253,11 @@ class ObjectReader(StepReader):
     def _skip_value(self, text: str, pos: int) -> int:
         """Skip a piece of an ignored value. Return the position after this piece."""
         end = self._scanner.scan(text, pos)
-        self._select_step_after_scan()
+        self._continue_after_scan()
         return end
 
-    def _select_step_after_scan(self) -> None:
-        """Select the next step after `_scanner` has read a piece of a value.
+    def _continue_after_scan(self) -> None:
+        """Update `status` and the next step after `_scanner` has read a piece of a value.
 
         If the value is incomplete, the current step also reads the next piece of text. If the value
         is not valid JSON, `status` becomes BROKEN. If the value is complete, the next step reads
@@ -269,13 +268,13 @@ class ObjectReader(StepReader):
         if self._scanner.status is BROKEN:
             self.status = BROKEN
             return
-        if self._parts.has_arguments:  # The value contains the arguments, or follows them.
+        if self._parts.has_arguments:  # The complete value is the arguments, or follows them.
             self._parts.has_all_arguments = True
         self._next_step = self._read_key_or_closing_brace
 
     # ---- name, id and arguments ------------------------------------------------------------------
 
-    def _set_name(self, name: str) -> None:
+    def _handle_name(self, name: str) -> None:
         """Store the function's name, and start the tool call if possible.
 
         The tool call starts if its arguments precede the name, or if a marker has confirmed that
@@ -332,9 +331,9 @@ class ObjectReader(StepReader):
                 return NEED_MORE
             if object_start is NO_MATCH:
                 return self._reject(pos)
-        return self._start_call_with_arguments(text, pos)
+        return self._enter_arguments(text, pos)
 
-    def _start_call_with_arguments(self, text: str, pos: int) -> int:
+    def _enter_arguments(self, text: str, pos: int) -> int:
         """Start the tool call, and select the method that reads the arguments at `pos`.
 
         The tool call may already have started at its name. In `{"arguments": {}, "name": "f"}`, the
@@ -378,7 +377,7 @@ class ObjectReader(StepReader):
         end = self._scanner.scan(text, pos)
         if end > pos:
             self._write_or_store(text[pos:end])
-        self._select_step_after_scan()
+        self._continue_after_scan()
         return end
 
     def _read_word_or_null(self, text: str, pos: int) -> int:
@@ -394,7 +393,7 @@ class ObjectReader(StepReader):
             return end
         word = "".join(self._pieces)
         self._write_or_store("{}" if word == "null" else word)
-        self._select_step_after_scan()
+        self._continue_after_scan()
         return end
 
     def _write_decoded_arguments(self, text: str) -> None:

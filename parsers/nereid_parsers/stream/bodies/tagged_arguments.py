@@ -176,10 +176,10 @@ class TaggedReader(StepReader):
         value ends early, before another marker. Examples for the closing marker `</p>` and `pos=0`:
 
             text         result
-            `a</p>`      `_ValuePiece(end=1, next_pos=5)`
-            `a</`        `_ValuePiece(1, None)`: `</` may become the closing marker.
-            `ab`         `_ValuePiece(2, None)`: the value may continue.
-            `a</call>`   `_ValuePiece(1, 1, True)`: the value ends early, before `</call>`.
+            `a</p>`      `end=1, next_pos=5`: the value ends.
+            `a</`        `end=1, next_pos=None`: `</` may become the closing marker.
+            `ab`         `end=2, next_pos=None`: the value may continue.
+            `a</call>`   `end=1, next_pos=1, lacks_closing_marker=True`: the value ends early.
         """
         tag = self._value.tag
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
@@ -191,7 +191,7 @@ class TaggedReader(StepReader):
                 return piece
             # Another marker may start inside this marker, which is a part of the value.
             marker = find_marker(text, _start_of_marker(marker) + 1)
-        return _ValuePiece(len(text), None)  # The value may continue.
+        return _ValuePiece(len(text), next_pos=None)  # The value may continue.
 
     def _piece_before(self, marker: re.Match[str], text: str, pos: int) -> _ValuePiece | None:
         """Return the piece of the value between `pos` and `marker`.

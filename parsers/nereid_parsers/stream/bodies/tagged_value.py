@@ -130,7 +130,8 @@ class TaggedValue:
         if self.types == _STRING_OR_NULL:
             return not self._may_become_null()
         allows_string = self.types is None or "string" in self.types
-        first_char = self.pieces[0][0]  # It would be slow to join the pieces for each new piece.
+        # Only the first character is examined, because joining all pieces each time would be slow.
+        first_char = self.pieces[0][0]
         may_be_json = first_char in _FIRST_CHARS_OF_JSON or first_char.isspace()
         return allows_string and not may_be_json
 

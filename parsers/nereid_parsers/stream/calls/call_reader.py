@@ -432,7 +432,7 @@ class CallReader:
             case NoMarker.CUT_OFF:
                 return self.drop_incomplete_marker()
             case NoMarker.OTHER_TEXT:
-                return self._continue_without_marker()
+                return self._select_state_without_marker()
 
     def drop_incomplete_marker(self) -> State:
         """Remove the unread text, which is an incomplete marker such as `</tool_c`.
@@ -442,7 +442,7 @@ class CallReader:
         self._text_writer.drop_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
-    def _continue_without_marker(self) -> State:
+    def _select_state_without_marker(self) -> State:
         """Decide how to read text that follows a tool call instead of a closing marker.
 
         If the text is a second JSON object, as in `<call>{..}{..}</call>`, start another tool call,

@@ -88,19 +88,19 @@ class JsonScanner:
         """
         match = _MATCH_STRING_CHARS[self._quote](text, pos)
         assert match is not None  # The regex also matches the empty text.
-        pos = match.end()
-        if pos == len(text):
-            return pos
-        if text[pos] == "\\":
+        end = match.end()
+        if end == len(text):
+            return end
+        if text[end] == "\\":
             # The backslash is the last character of `text`. Otherwise, the regex would have matched
             # the backslash together with the next character.
             self._is_escaped = True
-            return pos + 1
-        self._quote = ""  # The character at `pos` closes the string.
+            return end + 1
+        self._quote = ""  # The character at `end` closes the string.
         is_inside_brackets = bool(self._closing_brackets)
         if not is_inside_brackets:
             self.status = DONE  # The whole value is a string.
-        return pos + 1
+        return end + 1
 
     def _scan_in_brackets(self, text: str, pos: int) -> int:
         """Scan up to the next quote or opening bracket, or over the next closing bracket.
@@ -116,16 +116,16 @@ class JsonScanner:
         """
         match = _match_chars_in_brackets(text, pos)
         assert match is not None  # The regex also matches the empty text.
-        pos = match.end()
-        if pos == len(text) or text[pos] in _OPENING_CHARS:
-            return pos
-        if text[pos] != self._closing_brackets[-1]:
+        sign_pos = match.end()
+        if sign_pos == len(text) or text[sign_pos] in _OPENING_CHARS:
+            return sign_pos
+        if text[sign_pos] != self._closing_brackets[-1]:
             self.status = BROKEN
-            return pos
+            return sign_pos
         self._closing_brackets.pop()
         if not self._closing_brackets:
             self.status = DONE
-        return pos + 1
+        return sign_pos + 1
 
     def _scan_scalar(self, text: str, pos: int) -> int:
         """Scan a value outside all brackets: a number or a word such as `true`. Return its end.

@@ -69,7 +69,9 @@ def _elements_to_json(
     if not text.strip():
         return _empty_container(types)
     may_be_container = types is None or bool(types & _CONTAINERS)
-    elements = _split_elements(text) if may_be_container and depth < _MAX_DEPTH else None
+    if not may_be_container or depth >= _MAX_DEPTH:
+        return None
+    elements = _split_elements(text)
     if elements is None:
         return None
     declared = schema if isinstance(schema, Mapping) else {}

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 
-from nereid_parsers.stream.pattern_matching import skip_whitespace
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, Mismatch, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.json_text import to_json, without_leading_zeros
 from nereid_parsers.stream.values.literal_parts import (
@@ -99,7 +99,7 @@ class LiteralReader:
             elif self._expected in _ITEMS_AND_KEYS and text[pos] == self._containers[-1].close:
                 end = self._close_container(pos)  # As in `[]` and `{'a': 1,}`.
             else:
-                end = self._read_value(text, pos, is_final)
+                end = self._read_value_or_key(text, pos, is_final)
             if end == pos:  # More text is required, or the text is not valid.
                 return pos
             pos = end
@@ -117,7 +117,7 @@ class LiteralReader:
         """
         closing_brackets = "".join(container.json_close for container in reversed(self._containers))
         is_brace_missing = bool(self._containers) and self._containers[-1].lacks_opening_brace
-        opening_brace = "{" if is_brace_missing else ""
+        opening_brace = "{" if is_brace_missing else ""  # The first key has not been written.
         return self._rest_of_value() + opening_brace + closing_brackets
 
     def _rest_of_value(self) -> str:
@@ -240,7 +240,7 @@ class LiteralReader:
 
     # ---- values and keys -------------------------------------------------------------------------
 
-    def _read_value(self, text: str, pos: int, is_final: bool) -> int:
+    def _read_value_or_key(self, text: str, pos: int, is_final: bool) -> int:
         """Read the start of a value, item or key: a quote, an opening bracket or a whole word.
 
         Examples: for `(`, `[` is written, and for `None`, `null` is written.
@@ -302,9 +302,9 @@ class LiteralReader:
         """
         match = _match_word(text, pos)
         assert match is not None  # The regex also matches the empty text.
-        word = self._complete_word(match, is_final)
-        if word is None:
-            return pos
+        word = _complete_word(match, is_final)
+        if not isinstance(word, str):
+            return pos if word is NEED_MORE else self._reject(pos)
         self._key = KeyOrItem.from_word(word)
         self._expected = Expected.COLON
         return match.end()
@@ -320,28 +320,13 @@ class LiteralReader:
         match_word = _match_unquoted_string if may_be_string else _match_word
         match = match_word(text, pos)
         assert match is not None  # Both regexes also match the empty text.
-        word = self._complete_word(match, is_final)
-        if word is None:
-            return pos
+        word = _complete_word(match, is_final)
+        if not isinstance(word, str):
+            return pos if word is NEED_MORE else self._reject(pos)
         self._write_comma_before_item()
         self._json_parts.append(to_json(without_leading_zeros(word), types=None))
         self._expected = Expected.COMMA
         return match.end()
-
-    def _complete_word(self, match: re.Match[str], is_final: bool) -> str | None:
-        """Return the matched word, or None if the word is incomplete or not valid.
-
-        A word at the end of the text is incomplete: `Tru` may become `True`. If `is_final` is true,
-        no more text will arrive, so each word is complete. An empty word and a very long incomplete
-        word are not valid. The status then becomes BROKEN.
-        """
-        word = match.group()
-        is_incomplete = match.end() == len(match.string) and not is_final
-        is_too_long = is_incomplete and len(word) > _MAX_WORD_CHARS
-        if not word or is_too_long:
-            self.status = BROKEN
-            return None
-        return None if is_incomplete else word.rstrip()
 
     # ---- strings ---------------------------------------------------------------------------------
 
@@ -352,12 +337,13 @@ class LiteralReader:
         its colon arrives, so nothing is written yet.
         """
         role = self._role_of_next_string()
-        is_written_at_once = role is StringRole.VALUE
-        if is_written_at_once:
+        stored_parts: list[str] = []
+        if role is StringRole.VALUE:
             self._write_comma_before_item()
             self._json_parts.append('"')
-        stored_parts: list[str] = []
-        output = self._json_parts if is_written_at_once else stored_parts
+            output = self._json_parts
+        else:  # A key or a converted value is written later.
+            output = stored_parts
         reader = StringReader(quote, self._dialect, self._place_of_next_string(), output)
         self._string = OpenString(role, reader, stored_parts)
         # A colon must follow a key. A comma or a closing bracket must follow any other string.
@@ -407,3 +393,18 @@ class LiteralReader:
         """
         text: str = json.loads(string.whole_json())
         return to_json(text, self._value_types)
+
+
+def _complete_word(match: re.Match[str], is_final: bool) -> str | Mismatch:
+    """Return the matched word, NEED_MORE if it is incomplete, or NO_MATCH if it is not valid.
+
+    A word at the end of the text is incomplete: `Tru` may become `True`. If `is_final` is true, no
+    more text will arrive, so each word is complete. An empty word and a very long incomplete word
+    are not valid.
+    """
+    word = match.group()
+    is_incomplete = match.end() == len(match.string) and not is_final
+    is_too_long = is_incomplete and len(word) > _MAX_WORD_CHARS
+    if not word or is_too_long:
+        return NO_MATCH
+    return NEED_MORE if is_incomplete else word.rstrip()

@@ -156,6 +156,7 @@ class WrapperFilter:
     def finish(self) -> str:
         """At the end of the arguments, return the stored text. Remove a superfluous outer object.
 
+        If an outer object is removed, `is_unwrapped` becomes True.
         The opening brace of the arguments has already been passed on, so neither the stored text
         nor the result contains this brace. Examples:
 

@@ -205,10 +205,14 @@ def describe_wrong_shape(
     for name, tensor in tensors.items():
         needed_shape = needed_shapes.get(name)
         if needed_shape is not None and tensor.shape != needed_shape:
+            remedy = "Download the checkpoint again."
+            # Some programs add tokens to a model, and do not change vocab_size.
+            num_rows = getattr(config.get_text_config(), "vocab_size", None)
+            if needed_shape[:1] == (num_rows,) and tensor.shape[1:] == needed_shape[1:]:
+                remedy = f"Set vocab_size to {tensor.shape[0]}, or download the checkpoint again."
             return (
                 f"the tensor {name} in {tensor.file} has the shape {tensor.shape}, but "
-                f"{folder}/config.json requires the shape {needed_shape}. Download the checkpoint "
-                "again."
+                f"{folder}/config.json requires the shape {needed_shape}. {remedy}"
             )
     return None
 

@@ -323,6 +323,15 @@ def test_a_weight_of_a_layer_that_the_model_ignores_is_reported(copy, caplog):
     assert "does not use 1 weights of its layers, such as model.layers.0" in caplog.text
 
 
+def test_the_error_about_a_larger_embedding_names_the_number_of_tokens(copy):
+    config = json.loads((copy / "config.json").read_text())
+    num_tokens = config["vocab_size"]
+    config["vocab_size"] -= 20
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"Set vocab_size to {num_tokens}, or download"):
+        open_engine(copy)
+
+
 def test_the_error_about_a_missing_output_layer_names_the_setting_for_shared_weights(copy):
     weights = load_file(copy / "model.safetensors")
     del weights["lm_head.weight"]

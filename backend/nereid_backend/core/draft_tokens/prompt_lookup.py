@@ -13,6 +13,7 @@ Source: prompt lookup decoding (Saxena 2023). The drafts are verified as in spec
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import cycle, islice
+from weakref import WeakValueDictionary
 
 from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths
 from nereid_backend.core.sequence import Sequence
@@ -22,18 +23,21 @@ from nereid_backend.core.sequence import Sequence
 _NGRAM = 3
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Index:
-    """A lookup table of the n-grams that occur in one sequence.
+    """A lookup table of the n-grams that occur in one sequence, or in the prompt of a request.
 
     Attributes:
         ends: maps an n-gram to the end of its last occurrence, which is the index of the token that
             follows the n-gram.
-        num_indexed: the number of n-grams that were added to `ends`.
+        num_indexed: the number of n-grams that were added to this index or to `prompt`.
+        prompt: the index of the prompt, which all sequences of a request share; None if this object
+            is the index of a prompt.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_indexed: int = 0
+    prompt: "_Index | None" = None
 
     def add(self, tokens: list[int]) -> None:
         """Add the new n-grams of a sequence to the index.
@@ -42,7 +46,14 @@ class _Index:
         """
         for end in range(self.num_indexed + _NGRAM, len(tokens)):
             self.ends[tuple(tokens[end - _NGRAM : end])] = end
-        self.num_indexed = len(tokens) - _NGRAM
+        self.num_indexed = max(0, len(tokens) - _NGRAM)
+
+    def find(self, ngram: tuple[int, ...]) -> int | None:
+        """Return the end of the last occurrence of an n-gram; None if there is no occurrence."""
+        end = self.ends.get(ngram)
+        if end is None and self.prompt is not None:
+            return self.prompt.ends.get(ngram)
+        return end
 
 
 class PromptLookup:
@@ -59,6 +70,10 @@ class PromptLookup:
         self.lengths = DraftLengths(num_tokens)
         self._accepts_images = accepts_images
         self._indices: dict[Sequence, _Index] = {}
+        # Maps a request id to the index of the prompt. All sequences of a request share this index.
+        # If a prompt has 128,000 tokens, 64 separate indices would need 1 GB of memory, and the
+        # step that creates them would take 11 s.
+        self._prompts: WeakValueDictionary[str, _Index] = WeakValueDictionary()
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
         """Prepare the next step; see `Drafter.prepare`."""
@@ -85,11 +100,10 @@ class PromptLookup:
         token_ids = sequence.token_ids
         if num_drafts <= 0 or len(token_ids) <= _NGRAM:
             return []
-        index = self._indices.setdefault(sequence, _Index())
+        index = self._index_of(sequence)
         index.add(token_ids)
-        last_ngram = tuple(token_ids[-_NGRAM:])
-        # `index.ends` maps each earlier n-gram to the index of the token after the n-gram.
-        start = index.ends.get(last_ngram)
+        # `start` is the index of the token after the earlier n-gram.
+        start = index.find(tuple(token_ids[-_NGRAM:]))
         if start is None:
             return []
         following_tokens = token_ids[start : start + num_drafts]
@@ -97,6 +111,20 @@ class PromptLookup:
         # than `num_drafts` tokens. In this case, the sequence is probably a repetition of these
         # tokens. Therefore, the draft repeats them until it has `num_drafts` tokens.
         return list(islice(cycle(following_tokens), num_drafts))
+
+    def _index_of(self, sequence: Sequence) -> _Index:
+        """Return the index of a sequence. If no index exists, create and store one."""
+        index = self._indices.get(sequence)
+        if index is None:
+            prompt = self._prompts.get(sequence.request_id)
+            if prompt is None:
+                prompt = _Index()
+                prompt.add(sequence.token_ids[: sequence.num_prompt_tokens])
+                self._prompts[sequence.request_id] = prompt
+            # The index of the sequence contains only the n-grams that the prompt's index lacks.
+            index = _Index(num_indexed=prompt.num_indexed, prompt=prompt)
+            self._indices[sequence] = index
+        return index
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the index of an ended sequence."""

@@ -8,6 +8,17 @@ def make_sequence(tokens: list[int]) -> Sequence:
     return Sequence("r", tokens, SamplingParams(), max_total_tokens=1000)
 
 
+class CountedList(list):
+    """A list that counts how many of its items were read with slices."""
+
+    num_read = 0
+
+    def __getitem__(self, key):
+        items = super().__getitem__(key)
+        self.num_read += len(items) if isinstance(key, slice) else 0
+        return items
+
+
 @pytest.mark.parametrize(
     ("tokens", "limit", "expected"),
     [
@@ -33,6 +44,26 @@ def test_tokens_that_were_added_since_the_last_search_are_searched():
     assert lookup.propose(sequence, 2) == []
     sequence.token_ids += [5, 6, 2, 3, 4]
     assert lookup.propose(sequence, 2) == [5, 6]
+
+
+def test_the_sequences_of_a_request_read_their_long_prompt_only_once():
+    prompt = CountedList([*range(1000), 1, 2, 3])
+    lookup = PromptLookup(2)
+    first = Sequence("r", prompt, SamplingParams(n=3), max_total_tokens=2000)
+    sequences = first.all_sequences()
+    for number, sequence in enumerate(sequences):
+        sequence.token_ids = CountedList([*sequence.token_ids, 4, 500 + number, 501 + number])
+        assert lookup.propose(sequence, 2) == []
+        sequence.token_ids.append(502 + number)
+        assert lookup.propose(sequence, 2) == [503 + number, 504 + number]
+    num_read = [sequence.token_ids.num_read for sequence in sequences]
+    assert num_read[0] > 1000
+    assert max(num_read[1:]) < 100
+
+    for sequence in sequences:
+        lookup.forget(sequence)
+    other = make_sequence([1, 2, 3, 4, 1, 2, 3])
+    assert lookup.propose(other, 1) == [4]
 
 
 def test_a_request_whose_drafts_are_rejected_pauses_and_tries_again_later():

@@ -18,6 +18,7 @@ LIMITS = {
     "max_prompt_bytes": 65_536,
     "max_request_bytes": 5_000_000,
     "max_messages": 682,
+    "max_tools": 2048,
 }
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 

@@ -31,12 +31,14 @@ class RequestLimits:
         max_prompt_bytes: the largest number of bytes of a text prompt.
         max_request_bytes: the largest number of bytes of a body with one prompt.
         max_messages: the largest number of messages in a chat.
+        max_tools: the largest number of tools.
     """
 
     max_model_len: int
     max_prompt_bytes: int
     max_request_bytes: int
     max_messages: int
+    max_tools: int
 
     def check_size(self, num_bytes: int, max_prompts: int = 1) -> None:
         """Check the number of bytes of a body before the body is read or parsed.
@@ -71,13 +73,14 @@ class RequestLimits:
             )
 
     def check_parsed_body(self, body: Mapping[str, Any]) -> None:
-        """Check the number of messages, input items and token ids, and the length of prompts.
+        """Check the number of messages, items, tools and token ids, and the length of prompts.
 
         Args:
             body: the JSON object of a request, in any of the frontend's APIs.
 
-        Raises: ApiError 400 with the code context_length_exceeded.
+        Raises: ApiError 400. If a prompt is too long, the code is context_length_exceeded.
         """
+        self._check_num_tools(body.get("tools"))
         # The chat template adds some tokens for each message. A chat with more than max_messages
         # messages therefore has more than max_model_len tokens.
         limits_of_lists = {
@@ -94,6 +97,19 @@ class RequestLimits:
         is_truncated = body.get("truncate_prompt_tokens") is not None
         for prompt in _prompts_in(body.get("prompt")):
             self._check_prompt(prompt, is_truncated=is_truncated)
+
+    def _check_num_tools(self, tools: object) -> None:
+        """Check the number of tools in the field `tools`.
+
+        The tokenizer model also checks this number, but converting many tools would take seconds.
+        """
+        if isinstance(tools, list) and len(tools) > self.max_tools:
+            raise ApiError(
+                400,
+                f"tools: the request has {len(tools)} tools, but the limit is {self.max_tools} "
+                "(max_tools). Send fewer tools.",
+                param="tools",
+            )
 
     def _check_prompt(self, prompt: object, *, is_truncated: bool) -> None:
         """Check the length of one prompt, which is a text or a list of token ids."""

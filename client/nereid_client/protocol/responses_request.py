@@ -5,6 +5,7 @@ chat completions, such as `min_p`, although OpenAI's Responses API does not have
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -308,7 +309,7 @@ class ResponsesRequest(GenerationRequest):
         schema = {name: value for name, value in given.items() if name != "type"}
         return {"type": "json_schema", "json_schema": schema}
 
-    @property
+    @cached_property
     def chat_tools(self) -> list[Json] | None:
         """The tools in the format of chat completions."""
         if self.tools is None:

@@ -13,6 +13,7 @@ LIMITS = {
     "max_prompt_bytes": 65_536,
     "max_request_bytes": 5_000_000,
     "max_messages": 682,
+    "max_tools": 2048,
     "max_depth": 256,
 }
 USER = {"role": "user", "content": "a"}
@@ -56,6 +57,16 @@ async def test_a_prompt_that_cannot_fit_is_refused(limited, post, path, body, pa
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert error["param"] == param
     assert "4096 tokens (max_model_len)" in error["message"]
+    assert limited.generations == []
+
+
+async def test_more_tools_than_the_limit_are_refused_before_they_are_read(limited, post):
+    tools = [{"type": "custom", "name": "f"}] * 2049
+    for path, prompt in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        answer = await post(path, **{prompt: [USER]}, tools=tools)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tools")
+        assert "the limit is 2048 (max_tools)" in error["message"]
     assert limited.generations == []
 
 
@@ -134,7 +145,7 @@ async def test_many_prompts_are_read_to_the_end(limited, connect):
 
 
 async def test_the_check_takes_no_time():
-    limits = RequestLimits(4096, 65_536, 5_000_000, 682)
+    limits = RequestLimits(4096, 65_536, 5_000_000, 682, 2048)
     bodies = [{"prompt": [1] * 4096}, {"messages": [USER] * 682}, {"prompt": "a" * 65_536}]
     started = time.thread_time()
     for body in bodies * 100:

@@ -17,7 +17,7 @@ async def test_a_prompt_gives_its_ids_and_their_number(post, path):
 
 
 async def test_the_response_has_the_max_model_len(post, backend):
-    names = ("max_prompt_bytes", "max_request_bytes", "max_messages")
+    names = ("max_prompt_bytes", "max_request_bytes", "max_messages", "max_tools")
     backend.limits = {"max_model_len": 4096, **dict.fromkeys(names, 1000)}
     assert (await post("/tokenize", prompt="one two")).json()["max_model_len"] == 4096
 

@@ -44,7 +44,7 @@ def all_formats() -> list[Format]:
     names = sorted({*registry.REASONING, *registry.TOOLS})
     return [
         *(get_format(name) for name in names),
-        *(get_format(reasoning=one, tools=other) for one, other in PAIRS),
+        *(get_format(reasoning=reasoning, tools=tools) for reasoning, tools in PAIRS),
     ]
 
 
@@ -58,7 +58,10 @@ def transcripts() -> list[tuple[str, dict]]:
 
 
 def tool(name, required=None, **properties):
-    """Return the declaration of a tool in OpenAI's format."""
+    """Return the declaration of a tool in OpenAI's format.
+
+    If `required` is a list of argument names, the tool accepts no undeclared arguments.
+    """
     schema = {"type": "object", "properties": properties}
     if required is not None:
         schema |= {"required": required, "additionalProperties": False}
@@ -91,10 +94,10 @@ def stream(fmt, text, size=10**9, **kwargs):
 def stream_at(fmt, text, cuts, **kwargs):
     """Return the events of a text that arrives in pieces, split at the positions `cuts`."""
     parser = StreamParser(fmt, new_id=counted_ids(), **kwargs)
-    events, at = [], 0
-    for cut in [*sorted(set(cuts)), len(text)]:
-        events += parser.feed(text[at:cut])
-        at = cut
+    events, start = [], 0
+    for end in [*sorted(set(cuts)), len(text)]:
+        events += parser.feed(text[start:end])
+        start = end
     return events + parser.finish()
 
 
@@ -110,36 +113,40 @@ def calls(message):
 
 def check_order(events):
     """Assert that calls start in order, and that arguments come between a call's start and end."""
-    started, ended = [], []
+    started_calls, ended_calls = [], []
     for event in events:
         if isinstance(event, ToolCallStart):
-            assert event.index == len(started), events
-            started.append(event.index)
+            assert event.index == len(started_calls), events
+            started_calls.append(event.index)
         elif isinstance(event, ArgumentsDelta):
-            assert event.index in started, events
-            assert event.index not in ended, events
+            assert event.index in started_calls, events
+            assert event.index not in ended_calls, events
         elif isinstance(event, ToolCallEnd):
-            ended.append(event.index)
-    assert started == ended, events
+            ended_calls.append(event.index)
+    assert started_calls == ended_calls, events
 
 
 def markers_of(fmt: Format) -> list[str]:
-    """Return all markers of a format. Fields such as {name} are replaced by example values."""
+    """Return all markers of a format. Fields such as {name} are replaced by example values.
+
+    Example: the marker "<function={name}>" becomes "<function=f>".
+    """
     markers: set[str] = set()
 
-    def visit(part):
+    def collect(part):
+        """Add the markers in a part of a format, which can be a text, a tuple or a dataclass."""
         if isinstance(part, str):
             markers.add(part)
         elif isinstance(part, tuple):
-            for inner in part:
-                visit(inner)
+            for item in part:
+                collect(item)
         elif is_dataclass(part):
-            for one in fields(part):
-                if one.name not in ("id", "order", "extra"):
-                    visit(getattr(part, one.name))
+            for attribute in fields(part):
+                if attribute.name not in ("id", "order", "extra"):
+                    collect(getattr(part, attribute.name))
 
-    visit(fmt.layout)
-    visit(fmt.ends)
+    collect(fmt.layout)
+    collect(fmt.ends)
     values = {"{name}": "f", "{key}": "a", "{number}": "0", "{id}": "x1", "{string}": "true",
               "{type}": "string", "{word}": "w", "{rest}": ""}  # fmt: skip
     for slot, value in values.items():

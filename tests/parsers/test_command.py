@@ -133,12 +133,14 @@ def test_a_file_that_is_not_utf_8_is_named(capsys, tmp_path):
 
 
 def test_the_standard_input_is_utf_8_in_every_locale():
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    streams = {"env": os.environ | locale, "stdout": subprocess.PIPE}
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    options = {"env": os.environ | ascii_locale, "stdout": subprocess.PIPE}
     arguments = ["parse", "--format", "hermes", "-"]
-    ended = run_program(arguments, input="日".encode(), **streams)
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    assert ended.stdout == b"\\u65e5\n\ncontent    '\\u65e5'\n"
-    ended = run_program(arguments, input=b"a\xff", **streams)
-    assert ended.returncode == 2
-    assert b"- is not a text in UTF-8" in ended.stderr
+
+    result = run_program(arguments, input="日".encode(), **options)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout == b"\\u65e5\n\ncontent    '\\u65e5'\n"
+
+    result = run_program(arguments, input=b"a\xff", **options)
+    assert result.returncode == 2
+    assert b"- is not a text in UTF-8" in result.stderr

@@ -36,11 +36,12 @@ def load():
 NAMES, CASES = load()
 
 
-def differences(expected, got):
+def differences(expected, message):
+    """Return the differences that the program score.py of the conformance cases reports."""
     spec = importlib.util.spec_from_file_location("conformance_score", FOLDER / "score.py")
     score = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(score)
-    return score.differences(expected, got)
+    return score.differences(expected, message)
 
 
 @pytest.mark.parametrize("template", sorted(CASES))
@@ -51,14 +52,14 @@ def test_every_scored_case_passes_whole_by_character_and_in_random_pieces(templa
         if case["id"] in INDISTINCT:
             continue
         text = case["output"]
-        some = rng.sample(range(1, len(text)), min(len(text) - 1, len(text) // 6))
-        for cuts in ([], range(1, len(text)), some):
+        all_positions = range(1, len(text))
+        some_positions = rng.sample(all_positions, min(len(text) - 1, len(text) // 6))
+        for cuts in ([], all_positions, some_positions):
             message = fold(stream_at(fmt, text, cuts, tools=case["tools"], prompt=case["prompt"]))
-            got = {
-                "reasoning": message.reasoning,
-                "content": message.content,
-                "tool_calls": [
-                    {"name": call.name, "arguments": call.arguments} for call in message.tool_calls
-                ],
-            }
-            assert differences(case["expected"], got) == [], case["id"]
+            assert differences(case["expected"], as_dict(message)) == [], case["id"]
+
+
+def as_dict(message):
+    """Return a parsed message in the form of the conformance cases."""
+    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    return {"reasoning": message.reasoning, "content": message.content, "tool_calls": calls}

@@ -54,8 +54,8 @@ TOOLS = [
     tool("list_alarms", []),
     tool("maybe", [], one={"type": "integer"}, two={"type": "string"}),
 ]
-STRICT_TOOLS = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
-NAMES = {one["function"]["name"] for one in TOOLS}
+STRICT_TOOLS = [{**t, "function": {**t["function"], "strict": True}} for t in TOOLS]
+NAMES = {declared["function"]["name"] for declared in TOOLS}
 ANSWER = {
     "type": "json_schema",
     "json_schema": {
@@ -72,25 +72,30 @@ THINKER = get_format(reasoning="qwen3", tools="hermes")
 
 # This format writes tool calls inside content messages. Such tool calls cannot be constrained.
 CANNOT_CALL = {"muse"}
-FORMATS = [fmt for fmt in all_formats() if fmt.layout.tools or not isinstance(fmt.layout, Sections)]
+CALLABLE_FORMATS = [
+    fmt
+    for fmt in all_formats()
+    if (not isinstance(fmt.layout, Sections) or fmt.layout.tools) and fmt.name not in CANNOT_CALL
+]
 
 
-def fits(call):
+def assert_arguments_fit(call):
     """Assert that the arguments of a call have the types of the tool's schema."""
     arguments = json.loads(call.arguments)
-    kinds = {
+    types = {
         "city": str, "days": int, "on": bool, "tags": list, "note": int | None, "at": dict,
         "one": int, "two": str,
     }  # fmt: skip
     for key, value in arguments.items():
         if key == "mode":
             assert value in ("a", "b c"), call
-        elif kinds[key] is int and isinstance(value, float):
+        elif types[key] is int and isinstance(value, float):
+            # In JSON Schema, 2.0 is an integer.
             assert value == int(value), call
         else:
-            assert isinstance(value, kinds[key]), call
-    needed = {"get_weather": "city", "set_flags": "on"}.get(call.name)
-    assert needed is None or needed in arguments, call
+            assert isinstance(value, types[key]), call
+    required_key = {"get_weather": "city", "set_flags": "on"}.get(call.name)
+    assert required_key is None or required_key in arguments, call
 
 
 class Walker:
@@ -99,8 +104,9 @@ class Walker:
     def __init__(self, fmt, tag, seed):
         self.xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
         markers = {marker.strip().partition("{")[0].encode() for marker in markers_of(fmt)}
-        long = sorted(marker for marker in markers if len(marker) > 1)
-        self.tokens = [*(bytes([byte]) for byte in range(256)), *long, b"</s>"]
+        long_markers = sorted(marker for marker in markers if len(marker) > 1)
+        # The tokens 0 to 255 are the bytes. The last token ends the text.
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *long_markers, b"</s>"]
         self.stop = len(self.tokens) - 1
         info = self.xgrammar.TokenizerInfo(
             self.tokens, self.xgrammar.VocabType.RAW, stop_token_ids=[self.stop]
@@ -110,14 +116,20 @@ class Walker:
         self.random = random.Random(seed)
 
     def allowed(self, matcher, mask):
+        """Return the tokens that may follow. `mask` is the memory for a bit of each token."""
         matcher.fill_next_token_bitmask(mask)
         bits = mask[0].tolist()
         return [token for token in range(len(self.tokens)) if bits[token >> 5] >> (token & 31) & 1]
 
     def choose(self, allowed):
+        """Return a random token. Readable texts and short texts are more likely."""
         if self.stop in allowed and self.random.random() < 0.4:
             return self.stop
-        readable = [t for t in allowed if 32 <= t < 127 or t == 10 or 256 <= t < self.stop]
+        readable = [
+            token
+            for token in allowed
+            if 32 <= token < 127 or token == ord("\n") or 256 <= token < self.stop
+        ]
         allowed = readable or allowed
         markers = [token for token in allowed if token >= 256]
         closing = [token for token in allowed if self.tokens[token] in (b'"', b"}", b"]", b")")]
@@ -128,55 +140,57 @@ class Walker:
             return self.random.choice(closing)
         return self.random.choice([token for token in allowed if token != self.stop] or allowed)
 
-    def walk(self, limit=500):
-        """Return one text, or None if it is not complete after `limit` tokens."""
+    def walk(self, max_tokens=500):
+        """Return one text, or None if it is not complete after `max_tokens` tokens."""
         matcher = self.xgrammar.GrammarMatcher(self.compiled)
         mask = self.xgrammar.allocate_token_bitmask(1, len(self.tokens))
-        out = b""
-        for _ in range(limit):
+        text = b""
+        for _ in range(max_tokens):
             if matcher.is_terminated():
-                return out.decode()
+                return text.decode()
             token = self.choose(self.allowed(matcher, mask))
             assert matcher.accept_token(token)
             if token == self.stop:
-                return out.decode()
-            out += self.tokens[token]
+                return text.decode()
+            text += self.tokens[token]
         return None
 
-    def texts(self, wanted=4, tries=24):
-        """Return up to `wanted` complete texts, from at most `tries` attempts."""
-        found = (text for text in (self.walk() for _ in range(tries)) if text is not None)
-        texts = list(itertools.islice(found, wanted))
+    def texts(self, max_texts=4, max_walks=24):
+        """Return up to `max_texts` complete texts, from at most `max_walks` attempts."""
+        walks = (self.walk() for _ in range(max_walks))
+        complete_texts = (text for text in walks if text is not None)
+        texts = list(itertools.islice(complete_texts, max_texts))
         assert texts, "no walk ended"
         return texts
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
-@pytest.mark.parametrize("single", [False, True], ids=["several", "single"])
-def test_required_calls_that_the_tag_allows_can_be_parsed(fmt, single):
-    if fmt.name in CANNOT_CALL:
-        with pytest.raises(ConstraintError, match="cannot be constrained"):
-            fmt.structural_tag(TOOLS, "required")
-        return
-    tag = fmt.structural_tag(TOOLS, "required", parallel_tool_calls=not single)
+@pytest.mark.parametrize("fmt", CALLABLE_FORMATS, ids=[fmt.name for fmt in CALLABLE_FORMATS])
+@pytest.mark.parametrize("parallel", [True, False], ids=["several", "single"])
+def test_required_calls_that_the_tag_allows_can_be_parsed(fmt, parallel):
+    tag = fmt.structural_tag(TOOLS, "required", parallel_tool_calls=parallel)
     for text in Walker(fmt, tag, seed=1).texts():
         message = parse(text, format=fmt, tools=TOOLS)
         assert not (message.content or "").strip(), text
-        assert len(message.tool_calls) == 1 if single else message.tool_calls, text
+        num_calls = len(message.tool_calls)
+        assert num_calls >= 1 if parallel else num_calls == 1, text
         for call in message.tool_calls:
             assert call.name in NAMES, text
-            fits(call)
+            assert_arguments_fit(call)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
+@pytest.mark.parametrize("name", sorted(CANNOT_CALL))
+def test_required_calls_inside_messages_cannot_be_constrained(name):
+    with pytest.raises(ConstraintError, match="cannot be constrained"):
+        get_format(name).structural_tag(TOOLS, "required")
+
+
+@pytest.mark.parametrize("fmt", CALLABLE_FORMATS, ids=[fmt.name for fmt in CALLABLE_FORMATS])
 def test_calls_in_free_text_that_the_tag_allows_can_be_parsed(fmt):
-    if fmt.name in CANNOT_CALL:
-        return
     tag = fmt.structural_tag(STRICT_TOOLS, "auto")
     for text in Walker(fmt, tag, seed=2).texts():
         for call in parse(text, format=fmt, tools=STRICT_TOOLS).tool_calls:
             assert call.name in NAMES, text
-            fits(call)
+            assert_arguments_fit(call)
 
 
 @pytest.mark.parametrize("fmt", all_formats(), ids=[fmt.name for fmt in all_formats()])
@@ -236,7 +250,9 @@ def test_a_single_call_is_enforced_even_when_it_is_optional():
 
 
 def offered(tag):
-    return {name for name in NAMES if f'"{name}\\"' in json.dumps(tag) or name in json.dumps(tag)}
+    """Return the names of the tools that a tag allows the model to call."""
+    text = json.dumps(tag)
+    return {name for name in NAMES if name in text}
 
 
 def test_a_named_tool_is_the_only_one_and_called_once():
@@ -257,14 +273,14 @@ def test_allowed_tools_narrow_the_offer(mode):
 
 def test_tools_and_a_json_answer_allow_either_of_the_two():
     tag = HERMES.structural_tag(TOOLS, "auto", ANSWER)
-    kinds = set()
+    has_calls = set()
     for seed in range(8):
-        for text in Walker(HERMES, tag, seed).texts(2):
+        for text in Walker(HERMES, tag, seed).texts(max_texts=2):
             message = parse(text, format=HERMES, tools=TOOLS)
-            kinds.add(bool(message.tool_calls))
+            has_calls.add(bool(message.tool_calls))
             if not message.tool_calls:
                 assert "x" in json.loads(message.content)
-    assert kinds == {True, False}
+    assert has_calls == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -387,11 +403,11 @@ IGNORED = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "found"), SCHEMAS)
-def test_keywords_that_are_not_enforced_are_listed(schema, found):
-    listed = unenforced_keywords(schema)
-    if listed != found:  # In some cases, `found` contains only the keywords without their paths.
-        assert [description.split()[0] for description in listed] == found
+@pytest.mark.parametrize(("schema", "expected"), SCHEMAS)
+def test_keywords_that_are_not_enforced_are_listed(schema, expected):
+    descriptions = unenforced_keywords(schema)
+    if descriptions != expected:  # In some cases, `expected` contains only the keywords.
+        assert [description.split()[0] for description in descriptions] == expected
 
 
 @pytest.mark.parametrize(("schema", "keyword", "text"), IGNORED)
@@ -469,27 +485,30 @@ def test_a_pattern_that_xgrammar_refuses_is_left_out_if_the_request_is_not_stric
 
 
 def test_strict_requests_refuse_unenforced_keywords_and_other_requests_log_them(caplog):
-    loose = [tool("f", ["a"], a={"type": "array", "uniqueItems": True})]
-    strict = [{**loose[0], "function": {**loose[0]["function"], "strict": True}}]
+    declared = tool("f", ["a"], a={"type": "array", "uniqueItems": True})
+    strict = {**declared, "function": {**declared["function"], "strict": True}}
     with pytest.raises(ConstraintError, match=r"uniqueItems at \$.properties.a"):
-        HERMES.structural_tag(strict, "auto")
-    HERMES.structural_tag(loose, "required")
+        HERMES.structural_tag([strict], "auto")
+
+    HERMES.structural_tag([declared], "required")
     assert "uniqueItems" in caplog.text
+
     spec = {"schema": {"not": {}}, "strict": True}
     with pytest.raises(ConstraintError, match="not at"):
         HERMES.structural_tag(response_format={"type": "json_schema", "json_schema": spec})
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "functiongemma"])
 @pytest.mark.parametrize("reference", ["#/$defs/A", "#/$defs/A~1b"])
-def test_references_inside_arguments_are_resolved(reference):
-    one = tool("f", ["a"], a={"$ref": reference})
-    one["function"]["parameters"]["$defs"] = {name: {"type": "integer"} for name in ("A", "A/b")}
-    for name in ("qwen3_coder", "pythonic", "functiongemma"):
-        fmt = get_format(name)
-        tag = fmt.structural_tag([one], "required")
-        for text in Walker(fmt, tag, seed=7).texts():
-            message = parse(text, format=fmt, tools=[one])
-            assert all("a" in json.loads(call.arguments) for call in message.tool_calls)
+def test_references_inside_arguments_are_resolved(reference, name):
+    declared = tool("f", ["a"], a={"$ref": reference})
+    integer = {"type": "integer"}
+    declared["function"]["parameters"]["$defs"] = {"A": integer, "A/b": integer}
+    fmt = get_format(name)
+    tag = fmt.structural_tag([declared], "required")
+    for text in Walker(fmt, tag, seed=7).texts():
+        message = parse(text, format=fmt, tools=[declared])
+        assert all("a" in json.loads(call.arguments) for call in message.tool_calls)
 
 
 def test_fold_of_nothing_is_an_empty_message():
@@ -504,9 +523,9 @@ def test_the_structural_tag_for_many_optional_arguments_is_small(name, choice):
         f"argument_{number}": {"type": types[number % 3], "description": "The value. " * 9}
         for number in range(20)
     }
-    offered = [tool(f"tool_{number}", **arguments) for number in range(10)]
+    tools = [tool(f"tool_{number}", **arguments) for number in range(10)]
     try:
-        tag = get_format(tools=name).structural_tag(offered, choice)
+        tag = get_format(tools=name).structural_tag(tools, choice)
     except ConstraintError:
         return  # Some formats cannot constrain tool calls inside other text.
     # A tag for 500 such tools then has at most 5 MB.
@@ -526,7 +545,7 @@ def test_an_unmarked_object_is_recognised_by_its_first_characters(keys, start):
     fmt = Format("objects", Sections(tools=ToolSection((Call(JsonObject(keys)),))))
     tag = fmt.structural_tag(STRICT_TOOLS)
     assert tag["format"]["triggers"] == [start]
-    assert all(one["begin"].startswith(start) for one in tag["format"]["tags"])
+    assert all(inner["begin"].startswith(start) for inner in tag["format"]["tags"])
 
 
 def test_an_optional_id_is_a_member_of_the_outer_object():
@@ -564,6 +583,7 @@ DEFINITIONS = {
 
 
 def strict_tool(argument):
+    """Return a strict tool "f" whose argument "a" has the schema `argument`."""
     parameters = {
         "type": "object",
         "properties": {"a": argument},
@@ -574,12 +594,12 @@ def strict_tool(argument):
     return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
 
 
-def assert_calls_match(fmt, offered, tag):
+def assert_calls_match(fmt, tools, tag):
     """Assert that the arguments of generated calls match the schema of the first tool."""
     jsonschema = pytest.importorskip("jsonschema")
+    schema = tools[0]["function"]["parameters"]
     for text in Walker(fmt, tag, seed=1).texts():
-        for call in parse(text, format=fmt, tools=offered).tool_calls:
-            schema = offered[0]["function"]["parameters"]
+        for call in parse(text, format=fmt, tools=tools).tool_calls:
             jsonschema.validate(json.loads(call.arguments), schema)
 
 
@@ -599,16 +619,16 @@ def assert_calls_match(fmt, offered, tag):
     ids=str,
 )
 def test_the_arguments_of_a_strict_call_match_the_schema(name, argument):
-    fmt, offered = get_format(name), [strict_tool(argument)]
-    assert_calls_match(fmt, offered, fmt.structural_tag(offered, "required"))
+    fmt, tools = get_format(name), [strict_tool(argument)]
+    assert_calls_match(fmt, tools, fmt.structural_tag(tools, "required"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "lfm2", "functiongemma"])
 def test_the_parameters_of_a_tool_may_be_a_reference(name):
     parameters = {"$ref": "#/$defs/A", "$defs": DEFINITIONS}
-    offered = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     fmt = get_format(name)
-    assert_calls_match(fmt, offered, fmt.structural_tag(offered, "required"))
+    assert_calls_match(fmt, tools, fmt.structural_tag(tools, "required"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32", "functiongemma"])
@@ -622,11 +642,11 @@ def test_the_parameters_of_a_tool_may_be_a_reference(name):
     ids=str,
 )
 def test_a_restriction_that_text_without_quotes_would_violate_is_reported(name, argument, caplog):
-    fmt, offered = get_format(name), [strict_tool(argument)]
+    fmt, tools = get_format(name), [strict_tool(argument)]
     with pytest.raises(ConstraintError, match=r"inside \$\.properties\.a, because the format does"):
-        fmt.structural_tag(offered, "required")
-    offered[0]["function"]["strict"] = False
-    assert fmt.structural_tag(offered, "required") is not None
+        fmt.structural_tag(tools, "required")
+    tools[0]["function"]["strict"] = False
+    assert fmt.structural_tag(tools, "required") is not None
     assert "inside $.properties.a" in caplog.text
 
 
@@ -643,15 +663,15 @@ def test_a_restriction_that_text_without_quotes_would_violate_is_reported(name, 
 def test_a_definition_that_many_arguments_share_does_not_fill_the_memory(name, definition):
     arguments = {f"a{number}": {"$ref": "#/$defs/shared"} for number in range(5000)}
     parameters = {"properties": arguments, "$defs": {"shared": definition}}
-    offered = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(ConstraintError, match="would have more than 4194304 characters"):
-        get_format(name).structural_tag(offered, "required")
+        get_format(name).structural_tag(tools, "required")
 
 
 def test_a_warning_about_a_schema_is_one_short_line(caplog):
     names = ["evil\nERROR \x1b[2J", *(f"long {number} " * 99 for number in range(999))]
-    offered = [tool("f\n", **{name: {"type": "array", "uniqueItems": True} for name in names})]
-    HERMES.structural_tag(offered, "required")
+    tools = [tool("f\n", **{name: {"type": "array", "uniqueItems": True} for name in names})]
+    HERMES.structural_tag(tools, "required")
     (line,) = caplog.text.splitlines()
     assert r"uniqueItems at $.properties.evil\nERROR \x1b[2J; uniqueItems at" in line
     assert line.endswith("; and 984 more")
@@ -663,21 +683,23 @@ def test_a_recursive_schema_for_unquoted_keys_is_refused():
         "properties": {"a": {"$ref": "#/$defs/T"}},
         "$defs": {"T": {"type": "object", "properties": {"child": {"$ref": "#/$defs/T"}}}},
     }
-    offered = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(ConstraintError, match="at most 100 values in total"):
-        get_format("functiongemma").structural_tag(offered, "required")
+        get_format("functiongemma").structural_tag(tools, "required")
 
 
 def test_thousands_of_arguments_and_allowed_values_take_little_time():
     names = [f"argument_{number:05}" for number in range(20_000)]
     parameters = {
-        "properties": {key: {"type": "integer"} for key in names},
+        "properties": {name: {"type": "integer"} for name in names},
         "required": [*reversed(names), ["no name"]],
     }
     start = time.process_time()
-    offered = ToolSchema.of({"name": "f", "parameters": parameters})
-    assert offered.arguments.required_keys == names
-    assert offered.arguments.optional_keys == []
+
+    schema = ToolSchema.of({"name": "f", "parameters": parameters})
     merged = merge_schemas({"enum": [*names, [1]]}, {"enum": [*reversed(names), [1]]})
-    assert merged == {"enum": [*names, [1]]}
+
     assert time.process_time() - start < 2
+    assert schema.arguments.required_keys == names
+    assert schema.arguments.optional_keys == []
+    assert merged == {"enum": [*names, [1]]}

@@ -30,7 +30,16 @@ WRAPPED = "an object that encloses the arguments was removed"
 
 @dataclass
 class Case:
-    """A text and the message that the parser must return."""
+    """A text and the message that the parser must return.
+
+    Attributes:
+        names: the arguments of `get_format`.
+        text: the text that the model writes.
+        calls: the name and the arguments of each call.
+        content: the content of the message.
+        reasoning: the reasoning of the message.
+        report: a part of the reason with which the first call ends; None if it ends without one.
+    """
 
     names: dict[str, str]
     text: str

@@ -33,14 +33,17 @@ def test_the_pieces_of_a_lenient_text_do_not_matter(names, call, data, prompt):
     fmt = get_format(**names)
     start = data.draw(st.integers(0, len(call)))
     end = data.draw(st.integers(start, min(len(call), start + 12)))
-    middle = data.draw(st.sampled_from(["", " ", "\n", call[start:end] * 2, "</think>", "<think>"]))
+    repeated_part = call[start:end] * 2
+    replacement = data.draw(st.sampled_from(["", " ", "\n", repeated_part, "</think>", "<think>"]))
     before = data.draw(st.sampled_from(["", "<think>", "<think>Hm.", "Hm.</think>", "One.\n\n"]))
     after = data.draw(st.sampled_from(["", "</think>Two.", "\n\nTwo.", call]))
-    text = before + call[:start] + middle + call[end:] + after
+    text = before + call[:start] + replacement + call[end:] + after
     cuts = data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=40))
-    whole = fold(stream_at(fmt, text, [], tools=TOOLS, prompt=prompt))
-    pieces = stream_at(fmt, text, sorted(cuts), tools=TOOLS, prompt=prompt)
-    assert fold(pieces) == whole, (text, cuts)
+
+    message = fold(stream_at(fmt, text, sorted(cuts), tools=TOOLS, prompt=prompt))
+
+    expected = fold(stream_at(fmt, text, [], tools=TOOLS, prompt=prompt))
+    assert message == expected, (text, cuts)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])

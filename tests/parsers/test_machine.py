@@ -279,15 +279,19 @@ def test_prose_that_ends_like_the_beginning_of_a_marker_is_kept():
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
-def test_several_objects_between_one_pair_of_markers_are_calls(size):
+@pytest.mark.parametrize("separator", ["", "\n"])
+def test_several_objects_between_one_pair_of_markers_are_calls(separator, size):
     first, second = '{"name": "f", "arguments": {"a": "x"}}', '{"name": "g", "arguments": {}}'
-    for between in ("", "\n"):
-        text = f"<tool_call>\n{first}{between}{second}\n</tool_call>\nok"
-        message = parsed(HERMES, text, size, tools=TOOLS)
-        assert calls(message) == [("f", {"a": "x"}), ("g", {})]
-        assert message.content.strip() == "ok"
-    prose = f'<tool_call>{first}{{"x": 1}} is it'
-    assert parsed(HERMES, prose, size, tools=TOOLS).content == '{"x": 1} is it'
+    text = f"<tool_call>\n{first}{separator}{second}\n</tool_call>\nok"
+    message = parsed(HERMES, text, size, tools=TOOLS)
+    assert calls(message) == [("f", {"a": "x"}), ("g", {})]
+    assert message.content.strip() == "ok"
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_an_object_after_a_call_that_is_no_call_is_content(size):
+    text = '<tool_call>{"name": "f", "arguments": {"a": "x"}}{"x": 1} is it'
+    assert parsed(HERMES, text, size, tools=TOOLS).content == '{"x": 1} is it'
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
@@ -307,6 +311,7 @@ def test_strings_in_double_quotes_beside_bare_keys_are_json_strings(size):
     message = parsed(fmt, text, size)
     assert calls(message) == [("f", {"a": 'x "y", \n}', "b": [1, "z"]})]
     assert message.content == "ok"
+
     tag = fmt.structural_tag([tool("f", a={"type": "string"})], "required")
     assert '"json_schema": {"type": "string"}' in json.dumps(tag)
 
@@ -320,23 +325,26 @@ def test_a_string_inside_an_argument_keeps_its_type(size):
     ]
 
 
-def test_an_id_that_the_model_writes_before_the_arguments_is_returned():
-    fmt = get_format("mistral")
-    events = stream(fmt, "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", 1)
-    assert events[0] == ToolCallStart(0, "abcdefghi", "f")
-    kimi = stream(
-        get_format("kimi_k2"),
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3"
-        "<|tool_call_argument_begin|>{}<|tool_call_end|>",
-        1,
-    )
-    assert kimi[0] == ToolCallStart(0, "functions.f:3", "f")
-    late = stream(fmt, '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "late"}]', 1)
-    assert late[0] == ToolCallStart(0, "id0", "f")
-    early = stream(fmt, '[TOOL_CALLS][{"id": "early", "name": "f", "arguments": {}}]', 1)
-    assert early[0] == ToolCallStart(0, "early", "f")
-    number = stream(fmt, '[TOOL_CALLS][{"id": 7, "name": "f", "arguments": {}}]', 1)
-    assert number[0] == ToolCallStart(0, "id0", "f")
+@pytest.mark.parametrize(
+    ("name", "text", "call_id"),
+    [
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", "abcdefghi"),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|>",
+            "functions.f:3",
+        ),
+        ("mistral", '[TOOL_CALLS][{"id": "early", "name": "f", "arguments": {}}]', "early"),
+        # An id after the arguments and an id that is no text are replaced by a generated id.
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "late"}]', "id0"),
+        ("mistral", '[TOOL_CALLS][{"id": 7, "name": "f", "arguments": {}}]', "id0"),
+    ],
+    ids=["marker", "kimi", "first key", "last key", "a number"],
+)
+def test_an_id_that_the_model_writes_before_the_arguments_is_returned(name, text, call_id):
+    events = stream(get_format(name), text, size=1)
+    assert events[0] == ToolCallStart(index=0, id=call_id, name="f")
 
 
 def test_generated_ids_differ():
@@ -348,17 +356,11 @@ def test_generated_ids_differ():
 
 
 def test_names_in_nested_objects_are_found():
-    fmt = fmt_of(
-        Call(
-            JsonObject(Keys("function.name", "function.arguments", id="id")),
-            open="<c>",
-            close="</c>",
-        )
-    )
+    keys = Keys("function.name", "function.arguments", id="id")
+    fmt = fmt_of(Call(JsonObject(keys), open="<c>", close="</c>"))
     call = '{"name": "f", "arguments": {"a": "x"}}'
-    text = f'<c>{{"id": "i1", "type": "function", "function": {call}}}</c>'
-    events = stream(fmt, text, 1)
-    assert events[0] == ToolCallStart(0, "i1", "f")
+    events = stream(fmt, f'<c>{{"id": "i1", "type": "function", "function": {call}}}</c>', size=1)
+    assert events[0] == ToolCallStart(index=0, id="i1", name="f")
     assert calls(fold(events)) == [("f", {"a": "x"})]
 
 
@@ -659,15 +661,14 @@ def test_nested_elements_become_json(elements, arguments):
 
 
 def test_malformed_tools_are_ignored():
-    odd = [
+    malformed_tools = [
         {},
         {"function": 3},
         {"function": {"name": 4}},
         {"name": "f", "parameters": None},
-        *TOOLS,
     ]
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert calls(parsed(HERMES, text, tools=odd)) == [("f", {})]
+    assert calls(parsed(HERMES, text, tools=[*malformed_tools, *TOOLS])) == [("f", {})]
 
 
 def test_two_calls_of_one_function_are_two_calls():
@@ -748,16 +749,17 @@ def test_time_is_linear_for_an_incomplete_header(name, start, repeated, size):
     assert time.process_time() - begin < 60e-6 * len(text)
 
 
-@pytest.mark.parametrize("between", ["\n" * 2000, "\n" * 3000, "\n" * 2047 + "f", "f" * 3000])
-def test_a_long_header_is_read_alike_however_it_arrives(between):
+@pytest.mark.parametrize("padding", ["\n" * 2000, "\n" * 3000, "\n" * 2047 + "f", "f" * 3000])
+def test_a_long_header_is_read_alike_however_it_arrives(padding):
+    # The parser waits for at most 2048 characters of a header.
     for text in (
-        f'<tool_call>{between}{{"name": "f", "arguments": {{}}}}</tool_call>',
-        f"<tool_call>\n<function=f{between}>\n</function>\n</tool_call>",
+        f'<tool_call>{padding}{{"name": "f", "arguments": {{}}}}</tool_call>',
+        f"<tool_call>\n<function=f{padding}>\n</function>\n</tool_call>",
     ):
         for fmt in (HERMES, get_format("qwen3_coder")):
-            whole = parsed(fmt, text)
+            expected = parsed(fmt, text)
             for size in (1, 700, 2049):
-                assert parsed(fmt, text, size) == whole
+                assert parsed(fmt, text, size) == expected
 
 
 @pytest.mark.parametrize(
@@ -859,15 +861,21 @@ def test_a_stop_marker_that_starts_like_an_argument_may_arrive_in_pieces():
 def test_the_next_call_ends_the_arguments_if_calls_have_no_closing_marker(
     head, tag, close, section, offered, size
 ):
-    tools = ToolSection((Call(TaggedArguments(tag, close), head=head),), *section)
-    fmt = Format("test", Sections(tools=tools), ends=("<|end|>",))
-    arguments = "".join(
-        tag.format(key=key) + value + close for key, value in (("a", "x"), ("b", "2"))
+    section_open, section_close = section
+    tools = ToolSection(
+        (Call(TaggedArguments(tag, close), head=head),), section_open, section_close
     )
-    text = head.format(name="f") + arguments + head.format(name="g") * 2
-    message = parsed(fmt, f"Hi.{section[0]}{text}{section[1]}<|end|>", size, tools=offered)
-    expected = {"a": "x", "b": 2 if offered else "2"}
-    assert calls(message) == [("f", expected), ("g", {}), ("g", {})]
+    fmt = Format("test", Sections(tools=tools), ends=("<|end|>",))
+    # The first call has two arguments, and the other two calls have no arguments.
+    arguments = f"{tag.format(key='a')}x{close}{tag.format(key='b')}2{close}"
+    written_calls = head.format(name="f") + arguments + head.format(name="g") * 2
+    text = f"Hi.{section_open}{written_calls}{section_close}<|end|>"
+
+    message = parsed(fmt, text, size, tools=offered)
+
+    # The schema of the tool declares that the argument b is an integer.
+    expected_arguments = {"a": "x", "b": 2 if offered else "2"}
+    assert calls(message) == [("f", expected_arguments), ("g", {}), ("g", {})]
     assert message.content == "Hi."
 
 

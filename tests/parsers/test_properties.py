@@ -33,8 +33,7 @@ POLICIES = [
     Policy(broken_arguments=BrokenArguments.REPAIR_OR_RAW),
     Policy(stray_close=StrayClose.REASONING),
 ]
-HOWS = list(itertools.product(POLICIES, [TOOLS, None, []]))
-SETTINGS = st.sampled_from(HOWS)
+POLICIES_AND_TOOLS = list(itertools.product(POLICIES, [TOOLS, None, []]))
 NO_CHECKS = list(HealthCheck)
 
 
@@ -46,11 +45,13 @@ def pieces_of(fmt):
 
 
 def garbage(fmt):
+    """Return a strategy for texts that consist of random pieces (see `pieces_of`)."""
     return st.lists(st.sampled_from(pieces_of(fmt)), max_size=14).map("".join)
 
 
-def kept_text(spans, kind):
-    return "".join(text for found, text in spans if found == kind)
+def traced_text(spans, kind):
+    """Return the text of all spans of one kind, such as "content"."""
+    return "".join(text for span_kind, text in spans if span_kind == kind)
 
 
 def without_blanks(text):
@@ -64,20 +65,23 @@ def without_blanks(text):
 
 def check(fmt, text, cuts, kwargs):
     """Assert that the message does not depend on `cuts`, and that the trace contains all text."""
-    whole = fold(stream_at(fmt, text, [], **kwargs))
-    spans = []
+    expected = fold(stream_at(fmt, text, [], **kwargs))
+    spans = []  # pairs of a kind, such as "reasoning", and a text
+
     events = stream_at(
         fmt, text, cuts, trace=lambda kind, piece: spans.append((kind, piece)), **kwargs
     )
+
+    example = (text, cuts, kwargs)
     check_order(events)
-    assert fold(events) == whole, (text, cuts, kwargs)
-    assert "".join(piece for _, piece in spans) == text, (text, cuts, kwargs)
-    reasoning = kept_text(spans, "reasoning")
-    assert without_blanks(reasoning) == without_blanks(whole.reasoning or ""), (text, cuts, kwargs)
+    assert fold(events) == expected, example
+    assert "".join(piece for _, piece in spans) == text, example
+    reasoning = traced_text(spans, "reasoning")
+    assert without_blanks(reasoning) == without_blanks(expected.reasoning or ""), example
     # The formats "append_think" repeat the marker of the prompt in the content.
     if "append_think" not in fmt.name:
-        content = kept_text(spans, "content")
-        assert without_blanks(content) == without_blanks(whole.content or ""), (text, cuts, kwargs)
+        content = traced_text(spans, "content")
+        assert without_blanks(content) == without_blanks(expected.content or ""), example
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
@@ -85,13 +89,14 @@ def test_garbage_is_never_lost_never_raises_and_does_not_depend_on_the_pieces(fm
     @settings(max_examples=min(EXAMPLES, 100), deadline=None, suppress_health_check=NO_CHECKS)
     @given(
         text=garbage(fmt),
-        how=SETTINGS,
+        policy_and_tools=st.sampled_from(POLICIES_AND_TOOLS),
         prompt=st.one_of(st.none(), st.just("x"), garbage(fmt)),
-        places=st.sets(st.integers(1, 80)),
+        positions=st.sets(st.integers(1, 80)),
     )
-    def run(text, how, prompt, places):
-        kwargs = {"policy": how[0], "tools": how[1], "prompt": prompt}
-        check(fmt, text, [at for at in places if at < len(text)], kwargs)
+    def run(text, policy_and_tools, prompt, positions):
+        policy, tools = policy_and_tools
+        cuts = [position for position in positions if position < len(text)]
+        check(fmt, text, cuts, {"policy": policy, "tools": tools, "prompt": prompt})
 
     run()
 
@@ -104,12 +109,13 @@ def test_random_garbage_is_never_lost_never_raises_and_does_not_depend_on_the_pi
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=NO_CHECKS)
     @given(seed=st.integers(0, 2**64))
     def run(seed):
-        chosen = random.Random(seed)
-        text = "".join(chosen.choices(pieces, k=chosen.randrange(15)))
-        prompt = chosen.choice([None, "x", "".join(chosen.choices(pieces, k=3))])
-        policy, tools = chosen.choice(HOWS)
-        every = range(1, len(text))
-        cuts = every if seed % 3 == 0 else [at for at in every if chosen.random() < 0.2]
+        rng = random.Random(seed)
+        text = "".join(rng.choices(pieces, k=rng.randrange(15)))
+        prompt = rng.choice([None, "x", "".join(rng.choices(pieces, k=3))])
+        policy, tools = rng.choice(POLICIES_AND_TOOLS)
+        positions = range(1, len(text))
+        # One third of the texts arrives character by character.
+        cuts = positions if seed % 3 == 0 else [cut for cut in positions if rng.random() < 0.2]
         check(fmt, text, cuts, {"policy": policy, "tools": tools, "prompt": prompt})
 
     run()

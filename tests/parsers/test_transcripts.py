@@ -16,6 +16,7 @@ CASES = transcripts()
 
 
 def as_expected(message):
+    """Return a parsed message in the form of the recorded transcripts."""
     return {
         "reasoning": (message.reasoning or "").strip() or None,
         "content": (message.content or "").strip() or None,
@@ -39,14 +40,16 @@ def test_a_transcript_is_parsed_as_recorded_at_every_piece_size(case):
 def test_events_of_a_prefix_are_never_withdrawn(case):
     fmt = get_format(**case["format"])
     events = stream(fmt, case["output"], 1, tools=case["tools"], prompt=case["prompt"])
-    whole = fold(events)
+    final_message = fold(events)
     for count in range(len(events)):
-        part = fold(events[:count])
-        assert (whole.reasoning or "").startswith(part.reasoning or "")
-        assert (whole.content or "").startswith(part.content or "")
-        for call, final in zip(part.tool_calls, whole.tool_calls, strict=False):
-            assert (call.name, call.id) == (final.name, final.id)
-            assert final.arguments.startswith(call.arguments)
+        message_of_prefix = fold(events[:count])
+        assert (final_message.reasoning or "").startswith(message_of_prefix.reasoning or "")
+        assert (final_message.content or "").startswith(message_of_prefix.content or "")
+        for call, final_call in zip(
+            message_of_prefix.tool_calls, final_message.tool_calls, strict=False
+        ):
+            assert (call.name, call.id) == (final_call.name, final_call.id)
+            assert final_call.arguments.startswith(call.arguments)
 
 
 @pytest.mark.parametrize("name", ["tools.qwen3_coder", "tools.hermes", "tools.pythonic"])

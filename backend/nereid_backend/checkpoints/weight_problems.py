@@ -194,21 +194,24 @@ def describe_wrong_shape(
     is_about_shape = "ignore_mismatched_sizes" in str(error)
     if loading_class is None or not is_about_shape:
         return None
-    # The tensors of a quantised checkpoint do not have the shapes of the model's weights.
-    is_gguf = (folder / GGUF_LINK).is_file()
-    if is_gguf or quantisation_settings(config) is not None:
+    if (folder / GGUF_LINK).is_file():
         return None
     tensors = open_tensors(folder, for_reading=False)
-    if problem := _describe_quantised(folder, sorted(tensors)):
+    is_quantised = quantisation_settings(config) is not None
+    if not is_quantised and (problem := _describe_quantised(folder, sorted(tensors))):
         return problem
     needed_shapes = _shapes_of_weights(loading_class, config)
     for name, tensor in tensors.items():
-        needed_shape = needed_shapes.get(name)
-        if needed_shape is not None and tensor.shape != needed_shape:
+        needed_shape = needed_shapes.get(name, tensor.shape)
+        has_only_other_rows = (
+            len(tensor.shape) == len(needed_shape) and tensor.shape[1:] == needed_shape[1:]
+        )
+        # In a quantised checkpoint, a quantised weight has another shape than in the model.
+        if tensor.shape != needed_shape and (has_only_other_rows or not is_quantised):
             remedy = "Download the checkpoint again."
             # Some programs add tokens to a model, and do not change vocab_size.
-            num_rows = getattr(config.get_text_config(), "vocab_size", None)
-            if needed_shape[:1] == (num_rows,) and tensor.shape[1:] == needed_shape[1:]:
+            num_tokens = getattr(config.get_text_config(), "vocab_size", None)
+            if has_only_other_rows and needed_shape[0] == num_tokens:
                 remedy = f"Set vocab_size to {tensor.shape[0]}, or download the checkpoint again."
             return (
                 f"the tensor {name} in {tensor.file} has the shape {tensor.shape}, but "

@@ -404,6 +404,15 @@ def test_a_missing_part_of_a_quantised_weight_is_named(tmp_path):
         load(folder)
 
 
+def test_a_wrong_number_of_tokens_in_a_quantised_checkpoint_is_named(tmp_path):
+    _plain, quantised = writers.write_pair("llama", tmp_path, *writers.gptq(4))
+    config = json.loads((quantised / "config.json").read_text())
+    config["vocab_size"] = 300
+    (quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"\(320, 64\), but .* Set vocab_size to 320, or"):
+        load(quantised)
+
+
 def test_awq_scales_of_activation_functions_are_refused(tmp_path):
     _, folder = writers.write_pair("starcoder2", tmp_path, *writers.awq())
     name = "model.layers.0.mlp.act.scales"

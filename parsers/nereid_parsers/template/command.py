@@ -66,12 +66,14 @@ class _StorePaths(argparse.Action):
         values: str | Sequence[str] | None,
         _option: str | None = None,
     ) -> None:
-        """Set `namespace.paths`: the words `inspect FILE` and the word `FILE` give ["FILE"].
+        """Store the paths, which are the words `values`, as `namespace.paths`.
 
-        `values` contains the words. A single word "inspect" is itself the path of a file.
+        A word "inspect" before the paths is removed: `inspect FILE` gives ["FILE"], as `FILE` does.
+        A single word "inspect" is itself the path of a file.
         """
         first, *others = list(values or ())
-        namespace.paths = others if first == "inspect" and others else [first, *others]
+        starts_with_command = first == "inspect" and bool(others)
+        namespace.paths = others if starts_with_command else [first, *others]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -334,9 +334,8 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
         return ""
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))
     next_header = header.strip()
-    if next_header and next_header in after_first_marker:
-        return ""
-    return turn_end
+    contains_next_header = bool(next_header) and next_header in after_first_marker
+    return "" if contains_next_header else turn_end
 
 
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
@@ -364,9 +363,9 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
         return ""
     # A marker with the name of the opening marker, such as `</answer>` for `<answer>`, always
     # closes the content. Any other marker closes the content only if it does not end messages.
-    has_name_of_opening = marker in closing_spellings(opening)
+    closes_content = marker in closing_spellings(opening)
     ends_message = marker == EOS_TOKEN or marker in after_user_message
-    if ends_message and not has_name_of_opening:
+    if ends_message and not closes_content:
         return ""  # Case 2
     space_before_marker, _, _ = after.partition(marker)
     return space_before_marker + marker  # Case 3

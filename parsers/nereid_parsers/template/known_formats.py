@@ -79,13 +79,13 @@ def _new_variants(
     """
     variant_by_markup: dict[_CallMarkup, Call] = {}
     for family in families:
-        for variant in _variants_of(family, rendered_body):
-            variant_by_markup.setdefault(_markup_of(variant), variant)
+        for variant in _other_variants(family, rendered_body):
+            variant_by_markup.setdefault(_markup_of(variant), variant)  # Keeps the first variant.
     known_markup = {_markup_of(call) for call in known_calls}
     return [variant for markup, variant in variant_by_markup.items() if markup not in known_markup]
 
 
-def _variants_of(family: ToolSection, rendered_body: Body) -> list[Call]:
+def _other_variants(family: ToolSection, rendered_body: Body) -> list[Call]:
     """Return all ways in which a family of models writes a tool call, except the first way.
 
     The body is the part of a tool call between its markers. If a variant has the body of the first
@@ -193,8 +193,9 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
-    family_keys = filter(None, (_keys_of(family.calls[0]) for family in families))
-    all_keys = [body.keys, *family_keys]
+    # The template renders the first way in which each family writes a tool call.
+    keys_of_families = [_keys_of(family.calls[0]) for family in families]
+    all_keys = [body.keys, *(keys for keys in keys_of_families if keys is not None)]
     accepted_keys = replace(
         body.keys,
         also=_union(keys.also for keys in all_keys),

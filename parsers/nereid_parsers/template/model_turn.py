@@ -270,10 +270,9 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()  # A header without a marker cannot be distinguished from other text.
     prompt_end = _prompt_end_after_result(turn.prober)
-    if prompt_end is None:
-        return (header,)  # The template does not render a tool's result.
-    if header in prompt_end:
-        return (header,)  # The header also opens the answer to a tool's result.
+    # The template may not render a tool's result. Otherwise, the header may open the answer to it.
+    if prompt_end is None or header in prompt_end:
+        return (header,)
     other_marker = trailing_marker(_strip_suffixes(prompt_end, reasoning_markers))
     if not other_marker:
         # No text opens the answer, so the parser would find the header of an earlier message.

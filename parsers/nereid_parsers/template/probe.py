@@ -234,9 +234,9 @@ class Prober:
     def find_call_form(self, content_form: InputForm) -> InputForm | None:
         """Find a form of the input for which the template renders a complete tool call.
 
-        The result has the content of `content_form`, such as a string, and the first suitable tool
-        calls. For example, their arguments are a JSON string. The result is None if the template
-        renders a complete tool call for no form.
+        The forms have the content of `content_form`, but different tool calls: for example, their
+        arguments are an object or a JSON string. The first form for which the template renders a
+        complete tool call is returned. The result is None if there is no such form.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)

@@ -429,7 +429,7 @@ def _tool_section(call_format: CallFormat) -> ToolSection:
     markup = call_format.markup
     if not markup.open.strip():  # If no marker opens the tool section, no marker closes it.
         return ToolSection(calls, separator=markup.separator)
-    section_close, _ = split_text_after_calls(markup)
+    section_close, _turn_ends = split_text_after_calls(markup)
     # White space after the closing marker belongs to the text that ends the message.
     close = section_close.rstrip()
     return ToolSection(calls, open=markup.open, close=close, separator=markup.separator)

@@ -224,15 +224,17 @@ def _samples_with_reasoning(reasoning: ReasoningFindings, *, has_calls: bool) ->
     # A template may render reasoning at another place than the analysis expects, for example after
     # the content. Therefore, these conversations are also yielded if the analysis has found no
     # reasoning.
-    content_answer = AssistantMessage(CONTENT_TEXT, _OTHER_REASONING)
-    yield _Sample("reasoning and content", Conversation(content_answer, switches=switches))
+    answers = {"reasoning and content": AssistantMessage(CONTENT_TEXT, _OTHER_REASONING)}
     if has_calls:
-        full_answer = AssistantMessage(CONTENT_TEXT, _OTHER_REASONING, ONE_CALL)
-        full_conversation = Conversation(full_answer, tools=True, switches=switches)
-        yield _Sample("reasoning, content and a call", full_conversation)
-        call_answer = AssistantMessage("", _OTHER_REASONING, ONE_CALL)
-        call_conversation = Conversation(call_answer, tools=True, switches=switches)
-        yield _Sample("reasoning and a call", call_conversation)
+        answers |= {
+            "reasoning, content and a call": AssistantMessage(
+                CONTENT_TEXT, _OTHER_REASONING, ONE_CALL
+            ),
+            "reasoning and a call": AssistantMessage("", _OTHER_REASONING, ONE_CALL),
+        }
+    for name, answer in answers.items():
+        conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
+        yield _Sample(name, conversation)
 
 
 def _samples_with_calls(*, is_parallel: bool) -> Iterator[_Sample]:
@@ -240,16 +242,16 @@ def _samples_with_calls(*, is_parallel: bool) -> Iterator[_Sample]:
 
     Answers with several tool calls are yielded only if the template renders them (`is_parallel`).
     """
-    two_arguments = ProbeCall(arguments=TWO_ARGUMENTS)
-    no_arguments = ProbeCall(arguments=())
-    special_characters = conversation_with_calls(_CALL_WITH_SPECIAL_CHARACTERS)
-    yield _Sample(_NAME_OF_ONE_CALL, conversation_with_calls(*ONE_CALL))
-    yield _Sample(_NAME_OF_TWO_ARGUMENTS, conversation_with_calls(two_arguments))
-    yield _Sample("a call without arguments", conversation_with_calls(no_arguments))
-    yield _Sample("special characters in a call", special_characters)
+    calls_by_name: dict[str, tuple[ProbeCall, ...]] = {
+        _NAME_OF_ONE_CALL: ONE_CALL,
+        _NAME_OF_TWO_ARGUMENTS: (ProbeCall(arguments=TWO_ARGUMENTS),),
+        "a call without arguments": (ProbeCall(arguments=()),),
+        "special characters in a call": (_CALL_WITH_SPECIAL_CHARACTERS,),
+    }
     if is_parallel:
-        yield _Sample("two calls", conversation_with_calls(*TWO_CALLS))
-        yield _Sample("three calls", conversation_with_calls(*TWO_CALLS, *ONE_CALL))
+        calls_by_name |= {"two calls": TWO_CALLS, "three calls": (*TWO_CALLS, *ONE_CALL)}
+    for name, calls in calls_by_name.items():
+        yield _Sample(name, conversation_with_calls(*calls))
     content_and_call = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     yield _Sample("content and a call", content_and_call)
 

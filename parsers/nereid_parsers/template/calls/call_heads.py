@@ -101,8 +101,7 @@ def _split_text_before_name(text: str, body: ArgumentsBody) -> _TextBeforeName:
         # not show where a tool call starts. Therefore, the marker becomes a part of the header.
         return _TextBeforeName(opening="", head_start=text)
     head_start = without_space.removeprefix(marker).lstrip()
-    opening_length = len(text) - len(head_start)
-    return _TextBeforeName(opening=text[:opening_length], head_start=head_start)
+    return _TextBeforeName(opening=text.removesuffix(head_start), head_start=head_start)
 
 
 def _opening_marker(text: str) -> str:

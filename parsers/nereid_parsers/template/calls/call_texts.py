@@ -168,7 +168,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     The placeholder is COUNTER_MARK ("\ufdd0"). With the placeholder, two tool calls differ only in
     their names and arguments:
 
-    >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
+    >>> two_calls = "0 zqFirstTool, 1 zqSecondTool"
+    >>> texts = CallTexts("0 zqFirstTool", two_arguments="", number="", two_calls=two_calls)
     >>> mask_call_numbers(texts).one_call
     '\ufdd0 zqFirstTool'
 
@@ -179,7 +180,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
         return texts  # A message can have only one tool call.
     # The number of a tool call always has the same distance from the function's name.
     gaps = _find_number_gaps(texts.two_calls)
-    return CallTexts(*(_mask_numbers(text, gaps) for text in texts))
+    return CallTexts._make(_mask_numbers(text, gaps) for text in texts)
 
 
 def _find_number_gaps(two_calls: str) -> _NumberGaps:

@@ -122,7 +122,8 @@ def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | N
     if is_one_array:
         return _declare_object_and_array(keys, json_of_call, array=two_calls.first)
     markup = two_calls.markup()
-    return _declare_separate_calls("JSON", markup, _object_and_possible_array(keys, markup))
+    possible_bodies = _object_and_possible_array(keys, markup)
+    return _declare_separate_calls("JSON", markup, possible_bodies)
 
 
 def _object_and_possible_array(
@@ -155,7 +156,7 @@ def _declare_object_and_array(
     """Describe a template that writes one tool call as an object, but several calls as an array.
 
     A model may write both forms, so the result declares the array and the object. `single_object`
-    and `array` are the JSON of the two columns, and `keys` are their keys, such as `name`:
+    is the JSON of the first column, `array` that of the second, and `keys` are their keys:
 
         one tool call          two tool calls                  declared object
         `<call>{..}</call>`    `<call>[{..}, {..}]</call>`     `{..}`
@@ -190,9 +191,9 @@ def _read_arrays(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | No
         return None
     keys = infer_keys(first_member)
     two_calls = _find_two_calls(texts.two_calls)
-    if two_calls is not None and not two_calls.is_one_value:
-        return _declare_separate_calls("JSON array", two_calls.markup(), [JsonArray(keys)])
-    return _declare_one_array(keys, json_of_call)
+    if two_calls is None or two_calls.is_one_value:  # One array contains all tool calls.
+        return _declare_one_array(keys, json_of_call)
+    return _declare_separate_calls("JSON array", two_calls.markup(), [JsonArray(keys)])
 
 
 def _declare_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
@@ -293,8 +294,8 @@ def _contains_call(value: object, name: str) -> bool:
 def _is_call(member: object, name: str) -> bool:
     """Return whether `member` is a JSON object that calls the function `name`.
 
-    The name is an invented word, such as "zqFirstTool", so no argument has this value. The object
-    contains the name in one of two places:
+    `name` must be an invented word, such as "zqFirstTool", which no argument has as its value. The
+    object contains the name in one of two places:
 
         {"f": {"a": 1}}              the key of an inner object with the arguments
         {"function": {"name": "f"}}  the string value of any key, also in inner objects

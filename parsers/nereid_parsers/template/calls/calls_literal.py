@@ -147,7 +147,7 @@ def _infer_python_section(markup: ListMarkup, name_suffix: str) -> _PythonSectio
     bare_calls = PythonCalls(open="", close="", separator=separator, suffix=name_suffix)
     has_brackets = opening.rstrip().endswith("[") and closing.lstrip().startswith("]")
     if not has_brackets:
-        return _PythonSection(opening, closing, forms=[bare_calls])
+        return _PythonSection(opening=opening, closing=closing, forms=[bare_calls])
     return _PythonSection(
         opening=opening.rstrip().removesuffix("["),
         closing=closing.lstrip().removeprefix("]"),
@@ -165,7 +165,7 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     if pieces is None:
         return None
     # The pieces of `<call>f{a:<q>x<q>}</call>` are `<call>`, `{`, `:<q>` and `<q>}</call>`.
-    _before_name, before_key, before_value, after_value = pieces
+    _, before_key, before_value, after_value = pieces
     quote = _quote_after_colon(before_value)
     opening = before_key.rstrip()  # White space may follow the brace, as in `f{ a: "x" }`.
     has_unquoted_key = opening.endswith("{")

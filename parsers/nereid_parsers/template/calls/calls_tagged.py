@@ -104,7 +104,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     """
     # Some closing tags repeat the key, as in `<city>Rome</city>`. The functions below expect the
     # placeholder `{key}` in place of the repeated key.
-    masked_texts = CallTexts(*(_mask_repeated_keys(text) for text in texts))
+    masked_texts = CallTexts._make(_mask_repeated_keys(text) for text in texts)
     markup = _find_markup(masked_texts)
     if markup is None:
         return None

@@ -43,7 +43,7 @@ def add_call_without_arguments(
     """
     if not rendered_call or _parser_reads(section, rendered_call):
         return section
-    variants = _declare_without_arguments(call_format, rendered_call)
+    variants = _declare_call_without_arguments(call_format, rendered_call)
     with_variants = replace(section, calls=(*section.calls, *variants))
     return with_variants if _parser_reads(with_variants, rendered_call) else section
 
@@ -60,7 +60,9 @@ def _parser_reads(section: ToolSection, rendered_call: str) -> bool:
     return [(call.name, call.arguments) for call in message.tool_calls] == [(FIRST_TOOL, "{}")]
 
 
-def _declare_without_arguments(call_format: CallFormat, rendered_call: str) -> tuple[Call, ...]:
+def _declare_call_without_arguments(
+    call_format: CallFormat, rendered_call: str
+) -> tuple[Call, ...]:
     """Return the declarations of a tool call without arguments, or () if they are not known.
 
     `rendered_call` is the text of this call. Example: in `<call><name>f</name></call>`, `</name>`
@@ -74,7 +76,8 @@ def _declare_without_arguments(call_format: CallFormat, rendered_call: str) -> t
         return ()  # The name is a part of the arguments, as in `{"name": "f"}`.
     markup = call_format.markup
     before_name, _, after_name = rendered_call.partition(FIRST_TOOL)
-    if before_name.strip() != (markup.open + markup.item_open).strip():
+    usual_opening = markup.open + markup.item_open
+    if before_name.strip() != usual_opening.strip():
         return ()
     header_rest, call_close = _split_at_last_marker(after_name.removesuffix(markup.close))
     if not call_close.strip():

@@ -161,7 +161,8 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         conversation: A conversation whose answer has reasoning, and also content or a call of
             FIRST_TOOL. The template renders all of them.
 
-    Mutates: `turn.prober`, which records the comparison R1 or an undecided question for the report.
+    Mutates: `turn.prober`, which records for the report the comparison with the label "R1", or an
+        undecided question.
 
     Returns:
         The markers around the reasoning and around the content. None if the opening marker or the

@@ -35,7 +35,7 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
     `enable_thinking=False`. Example: if the generation prompt ends with "<think>\n\n</think>\n\n",
     the markers are `<think>\n` and `\n</think>\n\n`.
 
-    Mutates: `turn.prober`, which records the comparison R2 for the report.
+    Mutates: `turn.prober`, which records the comparison for the report, with the label "R2".
 
     Returns:
         The markers in the first prompt that contains markers of reasoning, or None.
@@ -50,9 +50,10 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _record_prompt(turn: ModelTurn, prompt: GenerationPrompt, pair: MarkerPair) -> None:
-    """Record the comparison R2 for the report: the default prompt, and a prompt with reasoning.
+    """Record a comparison for the report: the default prompt, and a prompt that opens reasoning.
 
-    `pair` contains the markers, such as `<think>` and `</think>`, that were found in `prompt`.
+    In the report, the comparison has the label "R2". `pair` contains the markers, such as `<think>`
+    and `</think>`, that were found in `prompt`.
 
     Mutates: `turn.prober.comparisons`.
     """

@@ -190,30 +190,30 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
     the last marker. `Reasoning.also_open` declares this marker, unless it also occurs elsewhere.
     """
     texts_elsewhere = (pair.closing, header, after_reasoning)
-    last_marker = _last_opening_marker(pair.opening, unless_in=texts_elsewhere)
+    last_marker = _last_opening_marker(pair.opening, other_texts=texts_elsewhere)
     also_open = () if last_marker is None else (last_marker,)
     part = Reasoning(pair.opening, pair.closing, also_open=also_open)
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(part, inner_headers=(header,) if is_header_repeated else ())
 
 
-def _last_opening_marker(opening: str, unless_in: tuple[str, ...]) -> str | None:
+def _last_opening_marker(opening: str, other_texts: tuple[str, ...]) -> str | None:
     """Return the last of several markers that together open the reasoning.
 
-    >>> _last_opening_marker("<|message|><|thinking|>", unless_in=("<|end|>",))
+    >>> _last_opening_marker("<|message|><|thinking|>", other_texts=("<|end|>",))
     '<|thinking|>'
 
     Return None if only one marker opens the reasoning, or if `opening` ends with words. Also return
-    None if a text in `unless_in` contains the last marker, because the parser could then not decide
-    whether this marker opens reasoning.
+    None if one of the `other_texts` contains the last marker, because the parser could then not
+    decide whether this marker opens reasoning.
 
-    >>> _last_opening_marker("<|open|>think<|sep|>", unless_in=("<|close|>think<|sep|>",)) is None
+    >>> _last_opening_marker("<|open|>think<|sep|>", other_texts=("<|close|>think<|sep|>",)) is None
     True
     """
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words
     if not last_marker or len(markers(opening)) == 1:
         return None
-    is_ambiguous = any(last_marker in text for text in unless_in)
+    is_ambiguous = any(last_marker in text for text in other_texts)
     return None if is_ambiguous else last_marker
 
 

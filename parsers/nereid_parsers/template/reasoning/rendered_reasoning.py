@@ -167,11 +167,12 @@ def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:
     >>> _is_rendered_completely(answer, f"{{'thinking': '{REASONING_TEXT}'}}{CONTENT_TEXT}")
     False
     """
-    _, _, after_reasoning = text.partition(REASONING_TEXT)  # "" if the reasoning is missing.
-    is_reasoning_rendered = REASONING_TEXT in text and _PRINTED_PART.search(text) is None
+    if REASONING_TEXT not in text or _PRINTED_PART.search(text) is not None:
+        return False
+    _, _, after_reasoning = text.partition(REASONING_TEXT)
     is_content_rendered = not answer.content or CONTENT_TEXT in after_reasoning
     are_calls_rendered = not answer.calls or FIRST_TOOL in after_reasoning
-    return is_reasoning_rendered and is_content_rendered and are_calls_rendered
+    return is_content_rendered and are_calls_rendered
 
 
 def _rendered_fields(prober: Prober, conversation: Conversation) -> tuple[str, ...]:

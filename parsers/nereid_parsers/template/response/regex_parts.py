@@ -238,19 +238,19 @@ class _Reader:
         >>> _Reader("a|bc").read_alternatives()
         [('a',), ('b', 'c')]
         """
-        result = self.read_sequence()
+        result = self.read_combinations()
         while self.peek_token() == "|":
             self.take_token()
-            result += self.read_sequence()
+            result.extend(self.read_combinations())
         return result
 
-    def read_sequence(self) -> list[Pieces]:
+    def read_combinations(self) -> list[Pieces]:
         """Read elements up to the next `|` or `)`. Return all combinations of their alternatives.
 
         An element is, for example, a character or a group. In the expression below, the first
         element has two alternatives, and the second element has one alternative:
 
-        >>> _Reader("(?:a|b)c").read_sequence()
+        >>> _Reader("(?:a|b)c").read_combinations()
         [('a', 'c'), ('b', 'c')]
         """
         combinations: list[Pieces] = [()]

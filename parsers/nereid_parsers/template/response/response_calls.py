@@ -277,10 +277,9 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     keys = keys_of_transform(field.get("transform"))
     if field.get("transform_each"):
         return JsonArray(keys)  # The rule in `transform` converts each item of an array.
-    if field.get("repeats"):
-        return JsonObject(keys)  # The field occurs once for each tool call.
-    if field.get("transform"):
-        return JsonObject(keys)  # The rule converts the whole body into one tool call.
+    # The field occurs once for each tool call, or its rule converts the whole body into one call.
+    if field.get("repeats") or field.get("transform"):
+        return JsonObject(keys)
     return JsonArray(keys)  # The array contains all tool calls of the message.
 
 
@@ -329,8 +328,8 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
     tag_pattern = str(options.get("tag_pattern", ""))
     # A template writes all arguments with the same tags, so the first alternative of the expression
     # is sufficient.
-    pieces, *_ = alternatives(tag_pattern)
-    tags = _split_at_value(pieces)
+    first_alternative, *_ = alternatives(tag_pattern)
+    tags = _split_at_value(first_alternative)
     # The parser searches for the opening tag, so the tag must start with visible text.
     opening_tag = _make_pattern(_without_leading_whitespace(tags.opening))
     return TaggedArguments(open=opening_tag, close=_closing_tag(tags.closing))

@@ -253,7 +253,7 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
 
     `text` is a format string if it contains `%` or `{`. Any other value is accepted.
     """
-    if not isinstance(text, str) or not ("%" in text or "{" in text):
+    if not isinstance(text, str) or ("%" not in text and "{" not in text):
         return
     _check_widths(text)
     size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)

@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from nereid_parsers import analyze_template
+from nereid_parsers import StreamParser, analyze_template, fold
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -93,18 +93,39 @@ class Renderer:
 
 
 def message_of(content="", reasoning="", calls=(), supports=None):
-    """Return an assistant message in the form that the template expects."""
+    """Return an assistant message in the form that the template expects.
+
+    Args:
+        content: the text of the message.
+        reasoning: the reasoning of the message.
+        calls: pairs of the name and the arguments of a tool call.
+        supports: the form that the analysis of the template has found.
+    """
     message = {"role": "assistant", "content": content}
-    fields = supports.reasoning if supports is not None else ()
-    if reasoning and fields == ("parts",):
-        said = [{"type": "text", "text": content}] if content else []
-        message["content"] = [{"type": "thinking", "thinking": reasoning}, *said]
+    reasoning_fields = supports.reasoning if supports is not None else ()
+    if reasoning and reasoning_fields == ("parts",):
+        text_parts = [{"type": "text", "text": content}] if content else []
+        message["content"] = [{"type": "thinking", "thinking": reasoning}, *text_parts]
     elif reasoning:
-        message[fields[0]] = reasoning
+        message[reasoning_fields[0]] = reasoning
     for number, (name, arguments) in enumerate(calls):
-        as_text = supports is not None and supports.arguments == "text"
-        function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
-        identity = f"functions.{name}:{number}"
-        call = {"id": identity, "type": "function", "function": function}
+        is_text = supports is not None and supports.arguments == "text"
+        function = {"name": name, "arguments": json.dumps(arguments) if is_text else arguments}
+        call = {"id": f"functions.{name}:{number}", "type": "function", "function": function}
+        # Some templates read the function's fields from the call itself.
         message.setdefault("tool_calls", []).append(call | function)
     return message
+
+
+def stream_written(fmt, written, size, tools=TOOLS):
+    """Return the message of a written text that arrives in pieces of `size` characters."""
+    parser = StreamParser(fmt, tools=tools, prompt=written.prompt)
+    text = written.text
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return fold([*events, *parser.finish()])
+
+
+def calls_of(message):
+    """Return the name and the decoded arguments of each call of a parsed message."""
+    return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]

@@ -12,6 +12,7 @@ SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="u
 
 
 def body_of(chosen):
+    """Return the name of the class that describes the bodies of calls."""
     return type(chosen.format.layout.tools.calls[0].body).__name__
 
 
@@ -29,12 +30,12 @@ def test_two_names_make_one_format(checkpoint):
 
 def test_one_chosen_name_leaves_the_other_part_to_the_template(checkpoint):
     folder = checkpoint({"chat_template": source("name_marker_json")})
-    chosen = format_for_checkpoint(folder, tools="hermes")
-    assert chosen.format.layout.reasoning.open == "[THINK]"
-    assert chosen.format.layout.tools == get_format("hermes").layout.tools
-    other = format_for_checkpoint(folder, reasoning="qwen3")
-    assert other.format.layout.reasoning.open == "<think>\n"
-    assert body_of(other) == "JsonArguments"
+    with_tools = format_for_checkpoint(folder, tools="hermes")
+    assert with_tools.format.layout.reasoning.open == "[THINK]"
+    assert with_tools.format.layout.tools == get_format("hermes").layout.tools
+    with_reasoning = format_for_checkpoint(folder, reasoning="qwen3")
+    assert with_reasoning.format.layout.reasoning.open == "<think>\n"
+    assert body_of(with_reasoning) == "JsonArguments"
 
 
 def test_a_chosen_format_of_messages_is_used_completely(checkpoint):
@@ -64,14 +65,12 @@ def test_an_unusable_response_template_falls_back_to_the_chat_template(checkpoin
 
 
 def test_the_template_is_analysed_with_the_tokenizers_own_tokens(checkpoint):
-    folder = checkpoint(
-        {
-            "chat_template": source("reasoning_parts"),
-            "eos_token": {"content": "</s>"},
-            "bos_token": "<s>",
-        }
-    )
-    chosen = format_for_checkpoint(folder)
+    config = {
+        "chat_template": source("reasoning_parts"),
+        "eos_token": {"content": "</s>"},
+        "bos_token": "<s>",
+    }
+    chosen = format_for_checkpoint(checkpoint(config))
     assert chosen.source == "template"
     assert chosen.analysis.supports.reasoning == ("parts",)
     assert chosen.format.ends == ("</s>",)

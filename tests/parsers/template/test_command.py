@@ -12,24 +12,22 @@ from parsers.template.support import TEMPLATES
 
 
 def run(*words):
+    """Run the command with arguments, and return its exit status."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     options = parser.parse_args([str(word) for word in words])
     return options.run(options)
 
 
-def test_it_prints_comparisons_format_samples_and_constraint(capsys):
+@pytest.mark.parametrize(
+    "words",
+    ["R1 reasoning presence", "T2 two calls", "JsonObject", "parsed correctly", "Constraint"],
+)
+def test_it_prints_comparisons_format_samples_and_constraint(words, capsys):
     assert run("inspect", TEMPLATES / "tag_json.jinja") == 0
     text = capsys.readouterr().out
-    for words in (
-        "R1 reasoning presence",
-        "T2 two calls",
-        "JsonObject",
-        "parsed correctly",
-        "Constraint",
-    ):
-        assert words in text
-    assert "\x1b[" not in text
+    assert words in text
+    assert "\x1b[" not in text  # The text has no colours.
 
 
 def test_the_option_colour_always_prints_colours(capsys):
@@ -39,40 +37,49 @@ def test_the_option_colour_always_prints_colours(capsys):
 
 def test_the_option_json_prints_the_report_as_json(capsys):
     assert run(TEMPLATES / "tag_json.jinja", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["format"]["part"] == "Format"
-    assert [sample["differs"] for sample in found["samples"]] == [[]] * len(found["samples"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["format"]["part"] == "Format"
+    assert [sample["differs"] for sample in report["samples"]] == [[]] * len(report["samples"])
 
 
 class Page(HTMLParser):
-    """Records the files that an HTML page loads, and the elements that are not closed."""
+    """Reads an HTML page.
+
+    Attributes:
+        open_tags: the elements that are not closed.
+        loaded_files: the files that the page loads.
+        text: the visible text.
+    """
 
     def __init__(self):
         super().__init__()
-        self.open, self.loads, self.text = [], [], ""
+        self.open_tags = []
+        self.loaded_files = []
+        self.text = ""
 
     def handle_starttag(self, tag, attrs):
-        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        self.loaded_files += [value for name, value in attrs if name in ("src", "href")]
         if tag != "meta":
-            self.open.append(tag)
+            self.open_tags.append(tag)
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        assert self.open_tags.pop() == tag
 
     def handle_data(self, data):
         self.text += data
 
 
 def test_the_page_loads_no_file_and_is_well_formed(tmp_path, capsys):
-    out = tmp_path / "page.html"
-    assert run(TEMPLATES / "tagged_section.jinja", "--html", out) == 0
+    file = tmp_path / "page.html"
+    assert run(TEMPLATES / "tagged_section.jinja", "--html", file) == 0
     assert capsys.readouterr().out == ""
-    text = out.read_text(encoding="utf-8")
+
+    html = file.read_text(encoding="utf-8")
     page = Page()
-    page.feed(text)
-    assert page.open == []
-    assert page.loads == []
-    assert "<script" not in text
+    page.feed(html)
+    assert page.open_tags == []
+    assert page.loaded_files == []
+    assert "<script" not in html
     assert '<invoke name="zqFirstTool">' in page.text
     assert "T5 two arguments" in page.text
 

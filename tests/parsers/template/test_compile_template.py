@@ -10,17 +10,17 @@ from parsers.template.support import TEMPLATES
 SAME = json.loads((TEMPLATES / "rendered.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("text", "wanted"), SAME.values(), ids=SAME)
-def test_it_renders_the_same(text, wanted):
-    assert CompiledTemplate(text, Budget()).render({}) == wanted
+@pytest.mark.parametrize(("text", "expected"), SAME.values(), ids=SAME)
+def test_it_renders_the_same(text, expected):
+    assert CompiledTemplate(text, Budget()).render({}) == expected
 
 
-@pytest.mark.parametrize(("text", "wanted"), SAME.values(), ids=SAME)
-def test_transformers_renders_the_same(text, wanted):
+@pytest.mark.parametrize(("text", "expected"), SAME.values(), ids=SAME)
+def test_transformers_renders_the_same(text, expected):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    assert _compile_jinja_template(text).render() == wanted
+    assert _compile_jinja_template(text).render() == expected
 
 
 def test_changing_a_list_is_allowed_and_recorded():

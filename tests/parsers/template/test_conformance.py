@@ -4,9 +4,10 @@ import json
 import time
 
 import pytest
-from nereid_parsers import StreamParser, analyze_template, fold
+from nereid_parsers import analyze_template
 from nereid_parsers.template.sandbox.limits import ANALYSIS_LIMITS
 from parsers.support import conformance
+from parsers.template.support import Written, stream_written
 
 CASES = conformance()
 pytestmark = pytest.mark.skipif(
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 # The same text is content in one rendering and reasoning in another, so no parser can be right.
 CONTRADICTORY = {"openai-gpt-oss-120b.jinja::content_then_tool"}
+# The smallest allowed share of cases that a parser can parse correctly.
 FLOOR = 0.98
 
 
@@ -31,24 +33,27 @@ def timed_analyses(templates):
 
 
 def timed_analysis(text):
-    started = time.thread_time()
+    """Return the analysis of a template, and its processor time in seconds."""
+    start = time.thread_time()
     analysis = analyze_template(text)
-    return analysis, time.thread_time() - started
+    return analysis, time.thread_time() - start
 
 
-def judged_cases():
+def scored_cases():
+    """Return the cases whose text has only one meaning."""
     with (CASES / "roundtrip.jsonl").open(encoding="utf-8") as lines:
         return [case for line in lines if not (case := json.loads(line)).get("ambiguous")]
 
 
-def got(case, fmt, size):
-    parser = StreamParser(fmt, tools=case["tools"], prompt=case["prompt"])
-    text = case["output"]
-    events = [e for at in range(0, len(text), size) for e in parser.feed(text[at : at + size])]
-    return fold([*events, *parser.finish()])
+def parsed_message(case, fmt, size):
+    """Return the message of a case whose text arrives in pieces of `size` characters."""
+    written = Written(case["prompt"], case["output"])
+    return stream_written(fmt, written, size, tools=case["tools"])
 
 
 def is_same(expected, message):
+    """Return whether a message equals the expected message, apart from surrounding white space."""
+
     def text(value):
         return (value or "").strip()
 
@@ -62,15 +67,14 @@ def is_same(expected, message):
 
 @pytest.mark.parametrize("size", [1, pytest.param(7, marks=pytest.mark.long), 10**6])
 def test_rendered_messages_are_parsed_correctly(timed_analyses, size):
-    formats = {name: analysis.format for name, (analysis, _) in timed_analyses.items()}
-    cases = judged_cases()
-    failed = [
-        case["id"]
-        for case in cases
-        if case["id"] not in CONTRADICTORY
-        and not is_same(case["expected"], got(case, formats[case["template"]], size))
-    ]
-    assert failed == []
+    cases = scored_cases()
+    failed_cases = []
+    for case in cases:
+        analysis, _ = timed_analyses[case["template"]]
+        message = parsed_message(case, analysis.format, size)
+        if case["id"] not in CONTRADICTORY and not is_same(case["expected"], message):
+            failed_cases.append(case["id"])
+    assert failed_cases == []
     assert 1 - len(CONTRADICTORY) / len(cases) > FLOOR
 
 

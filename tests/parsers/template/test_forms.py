@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from nereid_parsers import ConstraintError, StreamParser, analyze_template, fold, parse
+from nereid_parsers import ConstraintError, analyze_template, parse
 from nereid_parsers.format import Messages, NestedTags, Sections
 from nereid_parsers.template.quarantine import QUARANTINE
 from nereid_parsers.template.report import report_json, report_of
@@ -20,14 +20,19 @@ from parsers.template.support import (
     Renderer,
     Written,
     analysis_of,
+    calls_of,
     message_of,
     source,
+    stream_written,
     tool,
 )
 
 # The messages of these templates do not start with their generation prompt.
-UNLIKE_PROMPT = {"prompt_opens_thinking", "tagged_section", "effort_switch", "delimited_by_words"}
-UNLIKE_PROMPT |= {
+UNLIKE_PROMPT = {
+    "prompt_opens_thinking",
+    "tagged_section",
+    "effort_switch",
+    "delimited_by_words",
     "prompt_opens_channel",
     "prompt_opens_message",
     "invoke_in_call",
@@ -42,18 +47,18 @@ def described(analysis):
     layout, calls = analysis.format.layout, analysis.supports.calls
     if isinstance(layout, Messages):
         return {"layout": "Messages", "calls": calls}
-    thought, content, tools = layout.reasoning, layout.content, layout.tools
-    found = {"reasoning": [thought.open, thought.close] if thought else None}
-    if thought and thought.opener.value != "model":
-        found["opener"] = thought.opener.value
-    found["content"] = [content.open, content.close] if content else None
-    found["calls"] = calls
+    reasoning, content, tools = layout.reasoning, layout.content, layout.tools
+    form = {"reasoning": [reasoning.open, reasoning.close] if reasoning else None}
+    if reasoning and reasoning.opener.value != "model":
+        form["opener"] = reasoning.opener.value
+    form["content"] = [content.open, content.close] if content else None
+    form["calls"] = calls
     if tools:
         call = tools.calls[0]
-        found["section"] = [tools.open, tools.close, tools.separator]
-        found["call"] = [call.open, call.head, call.close]
-        found["body"] = repr(call.body)
-    return found | {"ends": list(analysis.format.ends)}
+        form["section"] = [tools.open, tools.close, tools.separator]
+        form["call"] = [call.open, call.head, call.close]
+        form["body"] = repr(call.body)
+    return form | {"ends": list(analysis.format.ends)}
 
 
 def test_every_template_has_a_form_and_every_form_a_template():
@@ -75,70 +80,69 @@ def test_every_rendering_is_parsed_correctly(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_samples_of_the_report_have_known_kinds_and_no_differences(name):
     analysis = analysis_of(name)
-    found = json.loads(report_json(report_of(name, "", analysis.format, analysis)))
-    assert found["format"]["part"] == "Format"
-    for sample in found["samples"]:
+    report = json.loads(report_json(report_of(name, "", analysis.format, analysis)))
+    assert report["format"]["part"] == "Format"
+    for sample in report["samples"]:
         kinds = {kind for kind, _ in sample["spans"]}
         assert kinds <= {"reasoning", "content", "call", "markup"}
         assert sample["differs"] == []
 
 
-def streamed(fmt, written, size):
-    parser = StreamParser(fmt, tools=TOOLS, prompt=written.prompt)
-    text = written.text
-    events = [
-        event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])
-    ]
-    return fold([*events, *parser.finish()])
+def assert_parsed(message, parts):
+    """Assert that a parsed message has the content and the calls in `parts`."""
+    content = (message.content or "").strip().removesuffix("</s>")
+    assert content == parts.get("content", "")
+    assert calls_of(message) == list(parts.get("calls", ()))
+
+
+def messages_of(supports):
+    """Return the parts of the messages that a template can render: content, reasoning, calls."""
+    calls = CALLS if supports.parallel_calls else CALLS[:1]
+    messages = [{"content": "It is 5 > 3.\n\n- yes"}]
+    if supports.calls != "none":
+        messages.append({"calls": calls})
+    if supports.content_with_calls:
+        messages.append({"content": "I look.", "calls": calls[:1]})
+    if supports.reasoning and supports.calls == "none":
+        messages.append({"content": "Four.", "reasoning": "Two\nand two."})
+    return messages
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - UNLIKE_PROMPT))
 @pytest.mark.parametrize("size", [1, 4, 10**6])
 def test_other_messages_are_parsed_as_they_were_rendered(name, size):
     analysis = analysis_of(name)
-    supports, renderer = analysis.supports, Renderer(source(name))
-    calls = CALLS if supports.parallel_calls else CALLS[:1]
-    puts = [{"content": "It is 5 > 3.\n\n- yes"}]
-    if supports.calls != "none":
-        puts.append({"calls": calls})
-    if supports.content_with_calls:
-        puts.append({"content": "I look.", "calls": calls[:1]})
-    if supports.reasoning and supports.calls == "none":
-        puts.append({"content": "Four.", "reasoning": "Two\nand two."})
-    for put in puts:
-        put_to = message_of(**put, supports=supports)
-        if name == "parts_only" and put.get("content"):
-            put_to["content"] = [{"type": "text", "text": put["content"]}]
-        written = renderer.written(put_to, TOOLS)
-        if written is None:
-            continue
-        got = streamed(analysis.format, written, size)
-        assert (got.content or "").strip().removesuffix("</s>") == put.get("content", "")
-        assert [(call.name, json.loads(call.arguments)) for call in got.tool_calls] == list(
-            put.get("calls", ())
-        )
+    renderer = Renderer(source(name))
+    for parts in messages_of(analysis.supports):
+        message = message_of(**parts, supports=analysis.supports)
+        if name == "parts_only" and parts.get("content"):
+            message["content"] = [{"type": "text", "text": parts["content"]}]
+        written = renderer.written(message, TOOLS)
+        if written is not None:
+            assert_parsed(stream_written(analysis.format, written, size), parts)
 
 
+@pytest.mark.parametrize(
+    "parts", [{"content": "It is."}, {"calls": CALLS[1:2]}], ids=["content", "calls"]
+)
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"no_switch_prompt", "parts_only"}))
 @pytest.mark.parametrize("size", [1, 10**6])
-def test_an_answer_after_a_tool_result_is_parsed_correctly(name, size):
+def test_an_answer_after_a_tool_result_is_parsed_correctly(name, size, parts):
     analysis, renderer = analysis_of(name), Renderer(source(name))
     if analysis.supports.calls == "none":
         pytest.skip("this template makes no calls")
     call = message_of(calls=CALLS[:1], supports=analysis.supports)
-    identity = call["tool_calls"][0]["id"]
-    result = {"role": "tool", "tool_call_id": identity, "name": CALLS[0][0], "content": "Open."}
+    call_id, tool_name = call["tool_calls"][0]["id"], CALLS[0][0]
+    result = {"role": "tool", "tool_call_id": call_id, "name": tool_name, "content": "Open."}
     history = [{"role": "user", "content": "Is it open?"}, call, result]
-    for put in ({"content": "It is."}, {"calls": CALLS[1:2]}):
-        prompt = renderer.render(history, TOOLS, prompt=True)
-        whole = renderer.render([*history, message_of(**put, supports=analysis.supports)], TOOLS)
-        if not whole.startswith(prompt):
-            continue
-        got = streamed(analysis.format, Written(prompt, whole[len(prompt) :]), size)
-        assert (got.content or "").strip().removesuffix("</s>") == put.get("content", "")
-        assert [(c.name, json.loads(c.arguments)) for c in got.tool_calls] == list(
-            put.get("calls", ())
-        )
+    answer = message_of(**parts, supports=analysis.supports)
+
+    prompt = renderer.render(history, TOOLS, prompt=True)
+    conversation = renderer.render([*history, answer], TOOLS)
+
+    if conversation.startswith(prompt):
+        written = Written(prompt, conversation.removeprefix(prompt))
+        assert_parsed(stream_written(analysis.format, written, size), parts)
 
 
 def test_reasoning_that_the_prompt_opens_after_a_tool_result_is_parsed_correctly():
@@ -146,25 +150,27 @@ def test_reasoning_that_the_prompt_opens_after_a_tool_result_is_parsed_correctly
     result = {"role": "tool", "name": CALLS[0][0], "content": "Open."}
     history = [{"role": "user", "content": "Is it?"}, message_of(calls=CALLS[:1]), result]
     prompt = renderer.render(history, TOOLS, prompt=True, thinking=True)
-    got = streamed(fmt, Written(prompt, "It says so.</think>It is."), 1)
-    assert (got.reasoning, got.content) == ("It says so.", "It is.")
+    written = Written(prompt, "It says so.</think>It is.")
+    message = stream_written(fmt, written, size=1)
+    assert (message.reasoning, message.content) == ("It says so.", "It is.")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_inferred_format_has_a_constraint_or_an_error_with_the_reason(name):
-    fmt = analysis_of(name).format
-    tools = TOOLS[:1]
     if analysis_of(name).supports.calls == "none":
         pytest.skip("this template makes no calls")
-    if isinstance(fmt.layout, Sections) and isinstance(fmt.layout.tools.calls[0].body, NestedTags):
+    fmt, layout = analysis_of(name).format, analysis_of(name).format.layout
+    tools = TOOLS[:1]
+    if isinstance(layout, Sections) and isinstance(layout.tools.calls[0].body, NestedTags):
         with pytest.raises(ConstraintError, match="begins each tag of the arguments"):
             fmt.structural_tag(tools, "required")
-        return
-    assert "get_Station" in json.dumps(fmt.structural_tag(tools, "required"))
+    else:
+        assert "get_Station" in json.dumps(fmt.structural_tag(tools, "required"))
 
 
 def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
-    text = (
+    # The template writes each argument as <key>line</key><value>3</value>.
+    template = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
         "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
@@ -172,12 +178,15 @@ def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
         "<key>{{ k }}</key><value>{{ v | tojson }}</value>{% endfor %}</call>{% endfor %}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
-    fmt = analyze_template(text).format
-    name, line = '<key>name</key><value>"Nord"</value>', "<key>line</key><value>%d</value>"
-    written = f"<call>get_Station{line % 3}{name}</call><call>get_Station{line % -1}</call>"
-    message = parse(written, format=fmt, tools=TOOLS)
-    found = [json.loads(call.arguments) for call in message.tool_calls]
-    assert found == [{"line": 3, "name": "Nord"}, {"line": -1}]
+    fmt = analyze_template(template).format
+    text = (
+        "<call>get_Station<key>line</key><value>3</value>"
+        '<key>name</key><value>"Nord"</value></call>'
+        "<call>get_Station<key>line</key><value>-1</value></call>"
+    )
+    message = parse(text, format=fmt, tools=TOOLS)
+    arguments = [json.loads(call.arguments) for call in message.tool_calls]
+    assert arguments == [{"line": 3, "name": "Nord"}, {"line": -1}]
 
 
 @pytest.mark.parametrize(
@@ -185,20 +194,25 @@ def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
 )
 @pytest.mark.parametrize("around_call", ["(call)%s(/call)", "\ue010%s\ue011"])
 def test_markers_may_consist_of_characters_that_are_not_ascii(marker, around_call):
-    text = (
+    template = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
         "{{ '(ROLE)'.replace('ROLE', m.role) + (m.content or '') }}"
         "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
         "{{ '(/ROLE)'.replace('ROLE', m.role) }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '(assistant)' }}{% endif %}"
     ).replace("CALL", around_call % "{{ c.function | tojson }}")
-    written = f"Hi.{around_call}(/assistant)" % '{"name": "f", "arguments": {}}'
+    text = f"Hi.{around_call}(/assistant)" % '{"name": "f", "arguments": {}}'
+    # Replace markers in round brackets, such as (call) by «call».
     for word in ("ROLE", "/ROLE", "assistant", "/assistant", "call", "/call"):
-        text, written = (part.replace(f"({word})", marker % word) for part in (text, written))
-    analysis = analyze_template(text)
+        template = template.replace(f"({word})", marker % word)
+        text = text.replace(f"({word})", marker % word)
+
+    analysis = analyze_template(template)
+    message = parse(text, format=analysis.format)
+
     assert analysis.undecided == ()
-    message = parse(written, format=analysis.format)
-    assert (message.content, [call.name for call in message.tool_calls]) == ("Hi.", ["f"])
+    assert message.content == "Hi."
+    assert [call.name for call in message.tool_calls] == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -217,10 +231,10 @@ def test_markers_may_consist_of_characters_that_are_not_ascii(marker, around_cal
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_escapes_in_a_tagged_value_are_decoded(name, key, written, value, size):
     text = f'<call name="save"><arg name="{key}">{written}</arg></call>'
-    got = streamed(analysis_of(name).format, Written("", text), size)
-    assert [json.loads(call.arguments) for call in got.tool_calls] == [{key: value}]
+    message = stream_written(analysis_of(name).format, Written("", text), size)
+    assert calls_of(message) == [("save", {key: value})]
     # Half of a surrogate pair stays an escape, because UTF-8 cannot encode it.
-    assert got.tool_calls[0].arguments.encode()
+    assert message.tool_calls[0].arguments.encode()
 
 
 @pytest.mark.parametrize(
@@ -236,17 +250,16 @@ def test_escapes_in_a_tagged_value_are_decoded(name, key, written, value, size):
 @pytest.mark.parametrize("size", [1, 3, 10**6])
 def test_each_argument_may_be_on_a_line(kind, written, value, size):
     text = f"Hi.<call>\nname: f\narguments:\n  a: {written}\n  b: {written}\n</call>\n"
-    parser = StreamParser(analysis_of("argument_lines").format, [tool("f", a=kind, b=kind)])
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    events = [event for piece in pieces for event in parser.feed(piece)]
-    message = fold([*events, *parser.finish()])
+    fmt, tools = analysis_of("argument_lines").format, [tool("f", a=kind, b=kind)]
+    message = stream_written(fmt, Written("", text), size, tools=tools)
     assert message.content == "Hi."
-    assert [json.loads(call.arguments) for call in message.tool_calls] == [{"a": value, "b": value}]
+    assert calls_of(message) == [("f", {"a": value, "b": value})]
 
 
 @pytest.mark.parametrize("separator", ["\\n", "; "])
 def test_a_separator_between_arguments_is_no_part_of_the_last_argument(separator):
-    text = (
+    # The template writes a call as <call>get_Station name=Nord; line=4</call>.
+    template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
         "{% for c in m.tool_calls %}<call>{{ c.function.name + ' ' }}"
         "{% for k, v in c.function.arguments.items() %}"
@@ -255,10 +268,10 @@ def test_a_separator_between_arguments_is_no_part_of_the_last_argument(separator
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ).replace("SEPARATOR", separator)
     calls = [("get_Station", {"name": "Nord", "line": 4}), ("get_Station", {"line": 5})]
-    written = Renderer(text).written(message_of(calls=calls), TOOLS)
-    message = parse(written.text, format=analyze_template(text).format, tools=TOOLS)
-    found = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
-    assert (found, message.content) == (calls, None)
+    written = Renderer(template).written(message_of(calls=calls), TOOLS)
+    message = parse(written.text, format=analyze_template(template).format, tools=TOOLS)
+    assert calls_of(message) == calls
+    assert message.content is None
 
 
 def test_an_attribute_with_an_array_cannot_be_constrained():
@@ -284,8 +297,8 @@ def test_an_attribute_with_an_array_cannot_be_constrained():
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_an_object_or_array_in_an_argument_may_consist_of_tags(key, written, value, size):
     text = f"<tool_use><name>save</name><arguments><{key}>{written}</{key}></arguments></tool_use>"
-    got = streamed(analysis_of("elements").format, Written("", text), size)
-    assert [json.loads(call.arguments) for call in got.tool_calls] == [{key: value}]
+    message = stream_written(analysis_of("elements").format, Written("", text), size)
+    assert calls_of(message) == [("save", {key: value})]
 
 
 def test_an_argument_in_an_element_ends_only_at_the_closing_tag_with_its_name():
@@ -320,7 +333,8 @@ def test_recognised_templates_are_reported_as_recognised():
 
 
 def test_a_recognised_format_that_parses_the_renderings_wrongly_is_inferred_instead():
-    text = (
+    # The template has channels as in the format gpt_oss, but other names of channels and calls.
+    template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
         "{% if m.reasoning %}{{ '<|channel|>analysis<|message|>' + m.reasoning + '<|end|>' }}"
         "{% endif %}"
@@ -329,61 +343,67 @@ def test_a_recognised_format_that_parses_the_renderings_wrongly_is_inferred_inst
         "{% endfor %}{{ '<|stop|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
-    analysis = analyze_template(text)
+    analysis = analyze_template(template)
     assert analysis.undecided == ()
-    answer = (
+    text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|channel|>answer<|message|>Hello.<|end|>"
         '<tool_call>{"name": "list_all", "arguments": {}}</tool_call><|stop|>'
     )
-    message = parse(answer, format=analysis.format, prompt="<|user|>Hi.<|stop|><|assistant|>")
+    message = parse(text, format=analysis.format, prompt="<|user|>Hi.<|stop|><|assistant|>")
     assert (message.reasoning, message.content) == ("Hm.", "Hello.")
     assert [call.name for call in message.tool_calls] == ["list_all"]
 
 
 def test_markers_are_reasoning_if_the_template_removes_the_text_between_them():
-    text = (
+    # From earlier answers, the template removes the text from <|note> to <note|>.
+    template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
         "{% for part in m.content.split('<note|>') %}{{ part.split('<|note>')[0] }}{% endfor %}"
         "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    fmt = analyze_template(text).format
+    fmt = analyze_template(template).format
     message = parse("<|note>Hm.<note|>Hello.<|end|>", format=fmt, prompt="Hi.<|end|><|assistant|>")
     assert (message.reasoning, message.content) == ("Hm.", "Hello.")
-    without_removal = text.replace(".split('<|note>')[0]", " + '<|note>'[:0]")
+
+    without_removal = template.replace(".split('<|note>')[0]", " + '<|note>'[:0]")
     assert analyze_template(without_removal).format.layout.reasoning is None
 
 
 def test_a_marker_in_the_prompt_opens_reasoning_if_the_template_removes_the_text_after_it():
-    text = (
+    # From earlier answers, the template removes the text up to </ponder>.
+    template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
         "{{ m.content.split('</ponder>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|><ponder>\n{% endif %}"
     )
-    fmt = analyze_template(text).format
+    fmt = analyze_template(template).format
     for prompt in ("Hi.<|end|><|assistant|><ponder>\n", None):
         message = parse("Hm.\n</ponder>\n\nHello.<|end|>", format=fmt, prompt=prompt)
         assert (message.reasoning, message.content) == ("Hm.", "Hello.")
-    without_removal = text.replace("[-1]", " | join('</ponder>')")
+
+    without_removal = template.replace("[-1]", " | join('</ponder>')")
     assert analyze_template(without_removal).format.layout.reasoning is None
 
 
 def test_unquoted_keys_after_white_space_are_inferred():
-    text = (
+    # The template writes a call as <call>save({ text: "a", n: 1 })</call>.
+    template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
         "{% for c in m.tool_calls %}<call>{{ c.function.name }}({ "
         "{% for k, v in c.function.arguments.items() %}{{ k }}: {{ v | tojson }}"
         "{% if not loop.last %}, {% endif %}{% endfor %} })</call>{% endfor %}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    analysis = analyze_template(text)
+    analysis = analyze_template(template)
     assert (analysis.supports.calls, analysis.undecided) == ("bare keys", ())
-    [call] = parse('<call>save({ text: "a b", n: 1 })</call>', format=analysis.format).tool_calls
-    assert (call.name, json.loads(call.arguments)) == ("save", {"text": "a b", "n": 1})
+    message = parse('<call>save({ text: "a b", n: 1 })</call>', format=analysis.format)
+    assert calls_of(message) == [("save", {"text": "a b", "n": 1})]
 
 
 def test_a_system_message_that_depends_on_the_generation_prompt_is_no_part_of_the_header():
-    text = (
+    # With a generation prompt, the template adds a system message if there is none.
+    template = (
         "{% if add_generation_prompt and messages[0].role != 'system' %}"
         "{{ '<|system|>Be helpful.<|end|>' }}{% endif %}"
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
@@ -391,7 +411,7 @@ def test_a_system_message_that_depends_on_the_generation_prompt_is_no_part_of_th
         "{{ m.content + '<|end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
-    fmt = analyze_template(text).format
+    fmt = analyze_template(template).format
     assert fmt.turn == ("<|assistant|>",)
     prompt = "<|system|>Be helpful.<|end|><|user|>Hi.<|end|><|assistant|>"
     message = parse("<think>Hm.</think>Hello.<|end|>", format=fmt, prompt=prompt)
@@ -428,12 +448,13 @@ def test_a_template_without_calls_gives_a_format_without_calls():
 
 
 def test_calls_that_are_parsed_wrongly_are_reported_as_undecided():
-    no_words = (
+    # The template writes calls between markers without words, and nothing else.
+    template = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
         "{{ '<|a|><|b|>' + f.name + '<|c|>' + f.arguments + '<|d|>' }}{% endfor %}{% endfor %}"
     )
-    analysis = analyze_template(no_words)
+    analysis = analyze_template(template)
     assert any("format of the calls could not be inferred" in note for note in analysis.undecided)
     assert analysis.format.layout.tools is None
     assert analysis.format.ends == ()
@@ -457,7 +478,7 @@ def test_an_analysis_takes_less_than_a_quarter_of_its_time_limit():
     durations_s = []
     # One of three analyses may be slow if another process uses the caches of the processor.
     for _ in range(3):
-        started = time.thread_time()
+        start = time.thread_time()
         analyze_template(source("tagged_with_types"))
-        durations_s.append(time.thread_time() - started)
+        durations_s.append(time.thread_time() - start)
     assert min(durations_s) < ANALYSIS_LIMITS.seconds / 4

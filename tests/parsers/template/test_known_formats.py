@@ -27,6 +27,7 @@ def template_without_calls(tools=("Tools: ", ""), result=("", "")):
 
 
 def names_of_calls(fmt, text):
+    """Return the names of the calls in a text."""
     message = parse(text, format=fmt, tools=TOOLS)
     return [call.name for call in message.tool_calls]
 
@@ -86,16 +87,31 @@ def test_the_calls_of_a_template_are_recognised_by_similar_markers(markers):
     assert analysis.supports.calls == "none"
 
 
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
-def test_the_calls_of_a_checkpoint_are_recognised_by_its_added_tokens(tmp_path, file):
-    tokens = ["<|tool_call_start|>", "<|tool_call_end|>"]
-    contents = {
-        "tokenizer_config.json": {
-            "added_tokens_decoder": {str(at): {"content": t} for at, t in enumerate(tokens)}
-        },
-        "tokenizer.json": {"added_tokens": [{"content": token} for token in tokens]},
-    }
-    (tmp_path / file).write_text(json.dumps(contents[file]), encoding="utf-8")
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        (
+            "tokenizer_config.json",
+            {
+                "added_tokens_decoder": {
+                    "0": {"content": "<|tool_call_start|>"},
+                    "1": {"content": "<|tool_call_end|>"},
+                }
+            },
+        ),
+        (
+            "tokenizer.json",
+            {
+                "added_tokens": [
+                    {"content": "<|tool_call_start|>"},
+                    {"content": "<|tool_call_end|>"},
+                ]
+            },
+        ),
+    ],
+)
+def test_the_calls_of_a_checkpoint_are_recognised_by_its_added_tokens(tmp_path, file, content):
+    (tmp_path / file).write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "chat_template.jinja").write_text(template_without_calls(), encoding="utf-8")
     chosen = format_for_checkpoint(tmp_path)
     assert chosen.format.layout.tools == get_format("lfm2").layout.tools

@@ -1,5 +1,6 @@
 """Tests that untrusted templates that exceed a limit are rejected in time."""
 
+import contextlib
 import itertools
 import json
 import time
@@ -7,12 +8,12 @@ import tracemalloc
 from types import SimpleNamespace
 
 import pytest
-from nereid_parsers import StreamParser, TemplateError, analyze_template, fold
+from nereid_parsers import TemplateError, analyze_template
 from nereid_parsers.template.request_template import RequestTemplate
 from nereid_parsers.template.sandbox import compile_template, limits
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, LimitError, Limits, size_of
-from parsers.template.support import TEMPLATES
+from parsers.template.support import TEMPLATES, Written, calls_of, stream_written
 
 HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) | {
     "text in a loop": "{% for i in range(99999) %}" + "y" * 100_000 + "{% endfor %}",
@@ -42,17 +43,27 @@ LARGE_RESULTS = [
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
+    start = time.thread_time()
+    with traced_memory() as peak, pytest.raises(TemplateError) as error:
+        analyze_template(text)
+    assert len(str(error.value)) > 20
+    assert time.thread_time() - start < 20
+    assert peak.num_bytes < 64_000_000
+
+
+@contextlib.contextmanager
+def traced_memory():
+    """Measure the Python memory inside the context.
+
+    The context returns an object whose attribute `num_bytes` is the largest memory after the end.
+    """
+    peak = SimpleNamespace(num_bytes=None)
     tracemalloc.start()
-    started = time.thread_time()
     try:
-        with pytest.raises(TemplateError) as error:
-            analyze_template(text)
-        peak_bytes = tracemalloc.get_traced_memory()[1]
+        yield peak
+        _, peak.num_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(str(error.value)) > 20
-    assert time.thread_time() - started < 20
-    assert peak_bytes < 64_000_000
 
 
 # This chat template writes the text LONG before each tool call. The tests replace LONG by a long
@@ -66,55 +77,49 @@ LONG_MARKER = (
 
 @pytest.mark.parametrize("text", ["[", "<a>", "words ", "<|a|> "])
 def test_a_very_long_marker_is_rejected_in_time(text):
-    started = time.thread_time()
+    start = time.thread_time()
     template = LONG_MARKER.replace("LONG", f"{{{{ '{text}' * 20000 }}}}").replace("PROMPT", "")
     with pytest.raises(LimitError, match="characters, but the limit is 1000: "):
         analyze_template(template)
-    assert time.thread_time() - started < 5
+    assert time.thread_time() - start < 5
 
 
 def test_a_very_long_generation_prompt_is_analysed_in_time():
-    started = time.thread_time()
-    text = LONG_MARKER.replace("LONG", "").replace("PROMPT", "' + '[' * 40000 + '")
-    analyze_template(text)
-    assert time.thread_time() - started < 5
+    start = time.thread_time()
+    template = LONG_MARKER.replace("LONG", "").replace("PROMPT", "' + '[' * 40000 + '")
+    analyze_template(template)
+    assert time.thread_time() - start < 5
 
 
 @pytest.mark.parametrize("text", ["I call the tool that is named below. ", "<a>", "x"])
 def test_a_long_text_before_a_call_is_a_marker(text):
-    started = time.thread_time()
     marker = text * (600 // len(text))
     template = LONG_MARKER.replace("LONG", marker).replace("PROMPT", "")
+    start = time.thread_time()
     fmt = analyze_template(template).format
-    assert time.thread_time() - started < 5
+    assert time.thread_time() - start < 5
+
+    call = f'{marker}<call>{{"name": "f", "arguments": {{"a": 1}}}}</call>'
     for size in (1, 7, 10_000):
-        written = f'{marker}<call>{{"name": "f", "arguments": {{"a": 1}}}}</call>'
-        parser = StreamParser(fmt)
-        pieces = [written[at : at + size] for at in range(0, len(written), size)]
-        message = fold([event for piece in pieces for event in parser.feed(piece)])
-        assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"a": 1}')]
+        message = stream_written(fmt, Written(None, call), size, tools=None)
+        assert calls_of(message) == [("f", {"a": 1})]
         assert not message.content
 
 
 @pytest.mark.parametrize("expression", LARGE_RESULTS)
 def test_a_large_result_is_rejected_before_it_is_made(expression):
     template = CompiledTemplate("{{ " + expression + " }}", Budget())
-    tracemalloc.start()
-    try:
-        with pytest.raises(LimitError):
-            template.render({"x": "x" * 100_000})
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 10_000_000
+    with traced_memory() as peak, pytest.raises(LimitError):
+        template.render({"x": "x" * 100_000})
+    assert peak.num_bytes < 10_000_000
 
 
 def test_a_long_format_string_is_checked_in_time():
     template = CompiledTemplate("{{ text.format(1) }}", Budget())
-    started = time.thread_time()
+    start = time.thread_time()
     with pytest.raises((LimitError, RenderRefused)):
         template.render({"text": "{" + ":" * 100_000})
-    assert time.thread_time() - started < 2
+    assert time.thread_time() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -142,11 +147,11 @@ def test_an_operation_with_a_small_result_is_allowed(expression, text):
     ids=["conditions", "expressions", "a list"],
 )
 def test_the_compilation_of_a_long_template_is_interrupted(text):
-    started = time.thread_time()
+    start = time.thread_time()
     with pytest.raises(LimitError, match=r"more than 0\.1 seconds"):
         CompiledTemplate(text, Budget(Limits(seconds=0.1)))
     # Without a limit, each compilation takes more than a second of processor time.
-    assert time.thread_time() - started < 0.4
+    assert time.thread_time() - start < 0.4
 
 
 def test_a_template_with_too_much_code_is_rejected(monkeypatch):
@@ -201,10 +206,9 @@ def test_a_list_that_is_contained_twice_counts_twice():
 
 def test_a_request_template_renders_long_conversations():
     template = RequestTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
-    messages = [{"role": "user", "content": "x" * 400_000}] + [
-        {"role": "assistant", "content": "y"}
-    ] * 10_000
-    text = template.render({"messages": messages})
+    long_message = {"role": "user", "content": "x" * 400_000}
+    short_message = {"role": "assistant", "content": "y"}
+    text = template.render({"messages": [long_message, *[short_message] * 10_000]})
     assert text == "<user>" + "x" * 400_000 + "<assistant>y" * 10_000
 
 

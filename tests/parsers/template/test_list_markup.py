@@ -4,11 +4,11 @@ from nereid_parsers.template.list_markup import list_markup
 
 
 def test_list_markup_separates_section_call_and_separator():
-    found = list_markup("<all><one>", "</one>, <one>", "</one></all>")
-    assert (found.open, found.item_open) == ("<all>", "<one>")
-    assert (found.item_close, found.separator, found.close) == ("</one>", ", ", "</all>")
+    markup = list_markup("<all><one>", "</one>, <one>", "</one></all>")
+    assert (markup.open, markup.item_open) == ("<all>", "<one>")
+    assert (markup.item_close, markup.separator, markup.close) == ("</one>", ", ", "</all>")
 
 
 def test_list_markup_without_a_section_has_no_open_marker():
-    found = list_markup("<one>", "</one>\n<one>", "</one>")
-    assert (found.open, found.separator, found.close) == ("", "\n", "")
+    markup = list_markup("<one>", "</one>\n<one>", "</one>")
+    assert (markup.open, markup.separator, markup.close) == ("", "\n", "")

@@ -31,17 +31,17 @@ BODIES = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_declared_format_parses_its_example(name):
-    row = SPECS[name]
-    got = parse(
-        row["text"],
-        format=format_of_response_template(row["spec"]),
-        tools=row.get("tools", []),
-        prompt=row.get("prompt"),
+    example = SPECS[name]
+    message = parse(
+        example["text"],
+        format=format_of_response_template(example["spec"]),
+        tools=example.get("tools", []),
+        prompt=example.get("prompt"),
     )
-    assert (got.reasoning or "").strip() == row["reasoning"]
-    assert (got.content or "").strip() == row["content"]
-    calls = [[call.name, json.loads(call.arguments)] for call in got.tool_calls]
-    assert calls == row["calls"]
+    assert (message.reasoning or "").strip() == example["reasoning"]
+    assert (message.content or "").strip() == example["content"]
+    calls = [[call.name, json.loads(call.arguments)] for call in message.tool_calls]
+    assert calls == example["calls"]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -49,13 +49,18 @@ def test_transformers_parses_the_example_in_the_same_way(name):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.utils.chat_parsing import parse_response
 
-    row = SPECS[name]
-    prompt = row.get("prompt") or ""
-    theirs = parse_response(row["text"], row["spec"], prefix=prompt, tools=row.get("tools"))
-    assert (theirs.get("reasoning_content") or "").strip() == row["reasoning"]
-    assert (theirs.get("content") or "").strip() == row["content"]
-    calls = [one["function"] for one in theirs.get("tool_calls", [])]
-    assert [[one["name"], one["arguments"]] for one in calls] == row["calls"]
+    example = SPECS[name]
+    message = parse_response(
+        example["text"],
+        example["spec"],
+        prefix=example.get("prompt") or "",
+        tools=example.get("tools"),
+    )
+    assert (message.get("reasoning_content") or "").strip() == example["reasoning"]
+    assert (message.get("content") or "").strip() == example["content"]
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    calls = [[function["name"], function["arguments"]] for function in functions]
+    assert calls == example["calls"]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -71,6 +76,7 @@ def test_a_prompt_that_opens_thinking_is_understood():
 
 
 def spec(**fields):
+    """Return a response template with the given fields."""
     return {"start_anchor": "<A>", "fields": fields}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from nereid_parsers import analyze_template, parse
+from parsers.template.support import calls_of
 
 # A template that declares the tools first and has `PLACE` after the header of each message.
 MESSAGES = (
@@ -14,6 +15,11 @@ ARGUMENTS = "{% for k, v in c.function.arguments.items() %}ARGUMENT{% endfor %}"
 
 
 def template(before_content="", call="", argument=""):
+    """Return a chat template.
+
+    In `call`, ARGUMENTS writes each argument as in `argument`, and ARGS writes the arguments as
+    JSON. Example: `template(call="<call>{{ c.function.name }} {{ ARGS }}</call>")`.
+    """
     text = MESSAGES.replace("PLACE", before_content).replace("CALL", call)
     text = text.replace("ARGS", "c.function.arguments | tojson")
     return text.replace("ARGUMENTS", ARGUMENTS).replace("ARGUMENT", argument)
@@ -109,14 +115,11 @@ def test_reasoning_that_no_marker_separates_from_a_call_is_reported():
 
 
 def test_an_array_that_does_not_begin_with_a_call_does_not_stop_the_analysis():
-    call = (
-        '["v1", {"name": "{{ c.function.name }}", '
-        '"arguments": {{ c.function.arguments | tojson }}}]'
-    )
+    call = '["v1", {"name": "{{ c.function.name }}", "arguments": {{ ARGS }}}]'
     analysis = analyze_template(template(call=f"<call>{call}</call>"))
-    written = '<call>["v1", {"name": "f", "arguments": {"a": 1}}]</call>'
-    message = parse(written, format=analysis.format)
-    assert [(made.name, made.arguments) for made in message.tool_calls] == [("f", '{"a": 1}')]
+    text = '<call>["v1", {"name": "f", "arguments": {"a": 1}}]</call>'
+    message = parse(text, format=analysis.format)
+    assert calls_of(message) == [("f", {"a": 1})]
 
 
 @pytest.mark.parametrize("opening", ["{call}", "{{call}}", "<{name}>"])
@@ -131,7 +134,7 @@ def test_an_array_that_does_not_begin_with_a_call_does_not_stop_the_analysis():
 def test_a_marker_with_braces_opens_calls(opening, call, written):
     analysis = analyze_template(template(call=f"{{{{ {opening!r} }}}}{call}<end>"))
     message = parse(f"{opening}{written}<end>", format=analysis.format)
-    assert [(made.name, made.arguments) for made in message.tool_calls] == [("f", '{"a": 1}')]
+    assert calls_of(message) == [("f", {"a": 1})]
 
 
 @pytest.mark.parametrize(
@@ -151,5 +154,5 @@ def test_a_marker_with_braces_opens_calls(opening, call, written):
 def test_the_opening_tag_of_a_call_may_contain_its_number_or_id(call, written):
     analysis = analyze_template(template(call=call))
     message = parse(f"Hi.{written}{written}", format=analysis.format)
-    assert [(made.name, made.arguments) for made in message.tool_calls] == [("f", '{"a": 1}')] * 2
+    assert calls_of(message) == [("f", {"a": 1})] * 2
     assert message.content == "Hi."

@@ -220,7 +220,8 @@ class ScoreRequest(ScoringRequest):
     def document_field(self) -> str:
         """The name of the field with the documents: "documents", "items", "data_2" or "text_2"."""
         if self.query_field == "queries":
-            return "documents" if self.items is None else "items"
+            has_only_items = self.documents is None and self.items is not None
+            return "items" if has_only_items else "documents"
         return self.query_field.replace("1", "2")
 
     @property

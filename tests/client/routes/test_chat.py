@@ -46,6 +46,7 @@ async def test_an_answer_has_text_usage_and_a_reason(chat):
     }
     assert body["object"] == "chat.completion"
     assert body["model"] == "echo"
+    assert body["system_fingerprint"] is None  # OpenRouter's library requires the field
     assert "tool_calls" not in choice["message"]
 
 

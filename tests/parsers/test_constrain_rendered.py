@@ -162,6 +162,21 @@ def refusal_of_case(compiler, fmt, case):
     return refusal(compiler, tag, case["output"])
 
 
+@pytest.mark.parametrize("text", ["Hi.", "Hi.<go>list_all {}</go>", "<go>list_all {}</go>"])
+def test_an_answer_is_allowed_beside_strict_tools_if_its_markers_surround_calls_too(text, compiler):
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}<response>"
+        "{{ m.content }}{% for c in m.tool_calls %}{{ '<go>' + c.function.name + ' ' }}"
+        "{{ c.function.arguments | tojson }}</go>{% endfor %}</response>{% else %}{{ m.content }}"
+        "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    fmt = analyze_template(template).format
+    prompt = "<|user|>Hi.<|end|><|assistant|>"
+    tag = fmt.structural_tag(strict(CALLABLE), "auto", prompt=prompt)
+    assert refused(compiler, tag, f"<response>{text}</response>") is None
+    assert refused(compiler, tag, "<response>Hi.<go>no_tool {}</go></response>") is not None
+
+
 FLAGS = [
     {
         "type": "function",

@@ -14,6 +14,7 @@ follow the reasoning, and must have the form that the format declares. Three det
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nereid_parsers.constraints.constrain_answer import report_unenforced
@@ -265,6 +266,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
         only_calls = without_outer_whitespace(section_node(section, request))
         return sequence(empty_content, WHITESPACE, only_calls, WHITESPACE)
     if request.answer is None:
+        section = _without_markers_of_content(section, layout.content)
         return _text_with_calls(fmt, layout, section, request)
     return one_of(section_node(section, request), _content_node(layout.content, request.answer))
 
@@ -423,6 +425,18 @@ def _markers_outside_calls(fmt: FormatData, layout: Sections) -> list[str]:
     if layout.reasoning is not None:
         markers += [*layout.reasoning.opens, *layout.reasoning.closes]
     return [marker.strip() for marker in markers]
+
+
+def _without_markers_of_content(section: ToolSection, wrapper: Wrapper | None) -> ToolSection:
+    """Return `section` without its markers if they also surround the content.
+
+    Example: the model writes both `<response>Hello</response>` and `<response><call>f{}</call>
+    </response>`. Then only `<call>` shows that a tool call starts.
+    """
+    surrounds_content = wrapper is not None and wrapper.open.strip() == section.open.strip()
+    if not surrounds_content or not section.calls[0].trigger:
+        return section
+    return replace(section, open="", close="", also_open=(), also_close=())
 
 
 def _marked_calls(section: ToolSection, request: Request) -> list[Node]:

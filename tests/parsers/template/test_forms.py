@@ -386,6 +386,20 @@ def test_a_marker_in_the_prompt_opens_reasoning_if_the_template_removes_the_text
     assert analyze_template(without_removal).format.layout.reasoning is None
 
 
+@pytest.mark.parametrize("marker", ["</think>", "<|end_of_plan|>"])
+def test_the_output_starts_with_reasoning_if_each_answer_only_closes_it(marker):
+    text = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+        "{{ (m.reasoning or '') + 'MARKER' }}{% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ).replace("MARKER", marker)
+    analysis = analyze_template(text)
+    assert analysis.undecided == ()
+    prompt = "<|user|>Hi.<|end|><|assistant|>"
+    message = parse(f"Hm.{marker}Hello.<|end|>", format=analysis.format, prompt=prompt)
+    assert (message.reasoning, message.content) == ("Hm.", "Hello.")
+
+
 def test_unquoted_keys_after_white_space_are_inferred():
     # The template writes a call as <call>save({ text: "a", n: 1 })</call>.
     template = (

@@ -97,7 +97,7 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     interruption = find_interruption(turn, findings.conversation, markup.part.close)
     reasoning = replace(
         markup.part,
-        opener=_writer_of_opening(turn, markup.part),
+        opener=_writer_of_opening(turn, markup.part, findings.conversation),
         interrupted_by=() if interruption is None else (interruption,),
     )
     return replace(
@@ -105,13 +105,21 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     )
 
 
-def _writer_of_opening(turn: ModelTurn, reasoning: Reasoning) -> Opener:
+def _writer_of_opening(
+    turn: ModelTurn, reasoning: Reasoning, conversation: Conversation | None
+) -> Opener:
     r"""Return who writes the opening marker of reasoning, such as `<think>`.
 
     The prompt contains the opening marker if the default prompt opens the reasoning and does not
-    close the reasoning. Example: "<|im_start|>assistant\n<think>\n" is such a prompt. Otherwise,
-    the model writes the opening marker.
+    close the reasoning. Example: "<|im_start|>assistant\n<think>\n" is such a prompt. Nobody writes
+    the marker if it occurs nowhere, although each answer closes the reasoning. Otherwise, the model
+    writes the opening marker.
+
+    `conversation` is a conversation whose reasoning the template renders, or None.
     """
+    is_marker_used = bool(first_used_marker(turn, [reasoning.open.strip()]))
+    if not is_marker_used and _is_always_closed(turn, conversation, reasoning.close):
+        return Opener.FORCED
     if not turn.prompts:
         return Opener.MODEL
     prompt_end = turn.prompts[0].after_header  # "<think>\n" in the example
@@ -169,7 +177,7 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         closing marker of reasoning is missing.
     """
     texts = _texts_around_reasoning(turn, conversation)
-    pair = _markers_of_reasoning(turn, texts.before_reasoning, texts.after_reasoning)
+    pair = _markers_of_reasoning(turn, conversation, texts.before_reasoning, texts.after_reasoning)
     if pair is None:
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
@@ -184,6 +192,18 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
     )
     return _declare_message(texts, pair, turn.header.strip())
+
+
+def _is_always_closed(turn: ModelTurn, conversation: Conversation | None, closing: str) -> bool:
+    """Return whether an answer without reasoning starts with the closing marker of reasoning.
+
+    Example: the result is True for the marker `</think>` if the answer is "</think>CONTENT". The
+    reasoning of the answer of `conversation` is removed. Return False if `conversation` is None.
+    """
+    if conversation is None or not closing.strip():
+        return False
+    answer = turn.text_after_header(_without_reasoning(conversation)) or ""
+    return answer.lstrip().startswith(closing.strip())
 
 
 def _texts_around_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextsAroundReasoning:
@@ -227,17 +247,23 @@ def _without_reasoning(conversation: Conversation) -> Conversation:
     return replace(conversation, answer=replace(answer, reasoning=""))
 
 
-def _markers_of_reasoning(turn: ModelTurn, before: str, after_reasoning: str) -> MarkerPair | None:
+def _markers_of_reasoning(
+    turn: ModelTurn, conversation: Conversation, before: str, after_reasoning: str
+) -> MarkerPair | None:
     """Return the opening and closing markers of reasoning, such as `<think>` and `</think>`.
 
-    `before` and `after_reasoning` are the texts around the reasoning in a rendered message. If
-    neither the message nor a prompt contains the opening marker, this marker is derived from the
-    closing marker: `<think>` from `</think>`. A derived marker must occur in the template or in a
-    prompt. Return None if one of the two markers is missing.
+    `before` and `after_reasoning` are the texts around the reasoning in the rendered answer of
+    `conversation`. If neither the message nor a prompt contains the opening marker, this marker is
+    derived from the closing marker: `<think>` from `</think>`. A derived marker must occur in the
+    template or in a prompt, unless the model starts each answer with reasoning. Return None if one
+    of the two markers is missing.
     """
     found_opening = _opening_before_reasoning(turn, text_before_reasoning=before)
     closing = closing_marker(after_reasoning, found_opening)
-    opening = found_opening or first_used_marker(turn, opening_spellings(closing.strip()))
+    derived_openings = opening_spellings(closing.strip())
+    opening = found_opening or first_used_marker(turn, derived_openings)
+    if not opening and _is_always_closed(turn, conversation, closing):
+        opening = next(iter(derived_openings), "")
     is_marker_missing = not opening.strip() or not closing.strip()
     return None if is_marker_missing else MarkerPair(opening, closing)
 

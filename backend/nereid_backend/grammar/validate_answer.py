@@ -25,6 +25,9 @@ from referencing import Registry
 
 # Error messages quote at most this number of characters of a jsonschema message.
 _MAX_TEXT = 80
+# The validator of a longer schema is not cached. A validator needs about ten bytes for each
+# character of its schema, so 256 validators of schemas with megabytes would fill the memory.
+_MAX_CACHED_CHARS = 2**16
 # The time limit of a validation is `_MIN_TIME_S` seconds, and `_TIME_S_PER_CHARACTER` seconds for
 # each character of the answer. Usual schemas need a small part of this time.
 _MIN_TIME_S = 1.0
@@ -78,7 +81,9 @@ def _describe_violation(text: str, schema: object) -> str | None:
     if schema is True or schema == {}:
         return None  # These two schemas allow every JSON value.
     try:
-        validator = _validator(json.dumps(schema, sort_keys=True))
+        source = json.dumps(schema, sort_keys=True)
+        is_small = len(source) <= _MAX_CACHED_CHARS
+        validator = _cached_validator(source) if is_small else _validator(source)
         first_error = next(validator.iter_errors(value), None)
     except TimeoutError:
         raise
@@ -100,7 +105,6 @@ def _description(error: Any) -> str:  # noqa: ANN401 - jsonschema ships no types
     return f"at {error.json_path}: {message}"
 
 
-@lru_cache(maxsize=256)
 def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema creates its classes at run time
     """Return the validator for a schema. `source` is the schema as JSON text."""
     schema = json.loads(source)
@@ -109,6 +113,9 @@ def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema creates its cla
         validator_class = jsonschema.validators.validator_for(schema, default=validator_class)
     # The empty registry prevents the validator from fetching other documents.
     return validator_class(schema, registry=Registry())
+
+
+_cached_validator = lru_cache(maxsize=256)(_validator)
 
 
 @lru_cache(maxsize=1)

@@ -1,3 +1,4 @@
+import gc
 import json
 import time
 
@@ -88,3 +89,13 @@ INCLUSIVE = {"type": "integer", "minimum": -5, "exclusiveMinimum": False}
 )
 def test_the_forms_of_older_drafts_are_checked(text, schema, is_valid):
     assert (describe_violation(text, schema) is None) == is_valid
+
+
+def test_the_validators_of_large_schemas_are_not_kept_in_memory():
+    properties = {f"property {number}": {"type": "string"} for number in range(10_000)}
+    violation = describe_violation('{"property 1": 1}', {"properties": properties})
+    assert "1 is not of type 'string'" in violation
+    kept_schemas = [
+        kept for kept in gc.get_objects() if isinstance(kept, dict) and "property 9" in kept
+    ]
+    assert kept_schemas == [properties]

@@ -9,7 +9,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from backend.pooling.tiny import BY_NAME, VOCABULARY, add_modules, copy_of, save_tokenizer, text
+from backend.pooling.tiny import (
+    BY_NAME,
+    VOCABULARY,
+    Family,
+    add_modules,
+    copy_of,
+    save_tokenizer,
+    text,
+)
 from nereid_backend import ConfigError, ModelError, RequestError, Reranker
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
@@ -69,6 +77,20 @@ def test_scores_equal_the_cross_encoders(name, config, path, encoder_of, pairs):
     np.testing.assert_allclose(logits, expected_logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(scores_of_single_pairs, expected, rtol=0, atol=1e-5)
+
+
+def test_scores_of_an_encoder_with_a_decoder_equal_the_cross_encoders(pairs, tmp_path):
+    sizes = {
+        f"{part}_{name}": number
+        for part in ("encoder", "decoder")
+        for name, number in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+    }
+    family = Family("bart", "bart", {"d_model": 48, "decoder_start_token_id": 2, **sizes})
+    folder = family.save(tmp_path, "sequence", num_labels=1)
+    expected = CrossEncoder(str(folder), device="cpu").predict(pairs)
+    assert np.ptp(expected) > 0.01
+    scores = Reranker(str(folder), num_threads=1).score(pairs)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
 
 
 def test_the_activation_is_the_one_that_the_checkpoint_names(encoder_of, pairs, tmp_path):

@@ -40,11 +40,18 @@ def choose_head(
     compute the head's output.
 
     Raises:
-        UnsupportedModelError: the head's output for a batch is wrong with every method.
+        UnsupportedModelError: the head cannot compute one text, or its output for a batch is wrong
+            with every method.
     """
     batch = random_batch(encoder, self_check_lens(max_len))
     hidden = chosen.forward(batch)
-    expected = _whole_model_logits(encoder, chosen, batch)
+    try:
+        expected = _whole_model_logits(encoder, chosen, batch)
+    except MODEL_ERRORS as error:
+        raise UnsupportedModelError(
+            f"the head of {name} is not supported, because it cannot compute one text "
+            f"({type(error).__name__}: {error}). Use another checkpoint."
+        ) from error
     # The name of a method states which token vectors the head gets (see `HeadMethod`). The cheapest
     # method comes first.
     methods_of_texts: tuple[HeadMethod, ...] = ("first", "last", "all", "whole")

@@ -36,12 +36,17 @@ def self_check_lens(max_len: int) -> tuple[int, ...]:
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     """Return a batch of texts that consist of random tokens.
 
-    `lens` contains the length of each text. The texts contain no special tokens. They are the same
-    in each call, so that the self-check always has the same result.
+    `lens` contains the length of each text. The texts contain no special tokens, except that the
+    texts of an encoder-decoder model end with the end-of-sequence token. The texts are the same in
+    each call, so that the self-check always has the same result.
     """
     plain_ids = _plain_token_ids(encoder)
     rng = random.Random(0)
     texts = [[rng.choice(plain_ids) for _ in range(length)] for length in lens]
+    eos_id = encoder.model.config.get_text_config().eos_token_id
+    if encoder.model.config.is_encoder_decoder and isinstance(eos_id, int):
+        # Classification heads of such models, such as BART, read the vector of this token.
+        texts = [[*text[:-1], eos_id] for text in texts]
     types: list[list[int] | None] = [None] * len(lens)
     num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
     if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:

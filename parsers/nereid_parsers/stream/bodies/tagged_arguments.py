@@ -191,7 +191,7 @@ class TaggedReader(StepReader):
                 return piece
             # Another marker may start inside this marker, which is a part of the value.
             marker = find_marker(text, _start_of_marker(marker) + 1)
-        return _ValuePiece(len(text), next_pos=None)  # The value may continue.
+        return _ValuePiece(len(text), None)  # The value may continue.
 
     def _piece_before(self, marker: re.Match[str], text: str, pos: int) -> _ValuePiece | None:
         """Return the piece of the value between `pos` and `marker`.

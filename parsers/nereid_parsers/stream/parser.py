@@ -118,8 +118,9 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
         # Only a parser can find out whether the prefill ends in reasoning, content or a tool call.
         machine = _machine_after_prefill(fmt, start)
         return OutputStart(machine.stage, machine.has_reasoned)
-    # Inside a header, `start.stage` is None, because the header has not been read.
-    return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
+    if start.stage is None:  # The output starts in a header.
+        return OutputStart(Stage.CONTENT, has_reasoned=False)
+    return OutputStart(start.stage, has_reasoned=False)
 
 
 def _machine_after_prefill(fmt: FormatData, start: StartPoint) -> Machine:

@@ -120,9 +120,9 @@ class FieldStep:
         """
         if self.name == _REST_FIELD:
             return True
-        if self.name == _NAME_FIELD and (is_at_message_end or value.isdigit()):
-            return False
-        return bool(value)
+        if self.name != _NAME_FIELD or not value:
+            return bool(value)
+        return not is_at_message_end and not value.isdigit()
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,12 +204,12 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     if reasoning is None:
         return text
     any_marker = "|".join(re.escape(marker) for marker in stripped_markers(reasoning))
-    # White space before a marker is removed. After a marker, only the white space with which the
-    # closing marker ends is removed, because any other white space belongs to the content. In an
-    # empty block of reasoning, this white space may also follow the opening marker.
+    # After a marker, only the white space with which the closing marker ends is removed, because
+    # any other white space belongs to the content. In an empty block of reasoning, this white space
+    # may also follow the opening marker. All white space before a marker is removed.
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
-    leading_markers_regex = rf"\A(?:\s*(?:{any_marker})(?:{space_after_close})?)+"
-    return re.sub(leading_markers_regex, "", text)
+    marker_with_space = rf"\s*(?:{any_marker})(?:{space_after_close})?"
+    return re.sub(rf"\A(?:{marker_with_space})+", "", text)
 
 
 def stripped_markers(reasoning: Reasoning | None) -> list[str]:

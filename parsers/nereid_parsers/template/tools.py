@@ -315,7 +315,7 @@ def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None
     Example: some templates write the content and the tool call as two turns, as in
     "CONTENT<|end|><|start|>assistant<call>..". The result then contains `<|end|>`, which ends the
     first turn, and the header `<|start|>assistant`, which opens the second turn. The result also
-    contains the text that opens the content, if this text differs in messages without tool calls.
+    contains the text that opens the content, if other text opens it in messages without tool calls.
 
     Return None if the template does not render both the content and the tool call.
     """

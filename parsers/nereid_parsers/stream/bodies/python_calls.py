@@ -114,9 +114,10 @@ class PythonCallsReader(StepReader):
         if name_match is None:
             return self._reject(pos)
         bracket_start = name_match.end()
-        if not _match_arguments_start(text, bracket_start):
-            if _match_incomplete_start(text, bracket_start):  # As in `f`, `f(` or `f(a`.
-                return self._need_more_or_reject(text, pos)
+        have_arguments_started = _match_arguments_start(text, bracket_start) is not None
+        if not have_arguments_started and _match_incomplete_start(text, bracket_start):
+            return self._need_more_or_reject(text, pos)  # As in `f`, `f(` or `f(a`.
+        if not have_arguments_started:
             return self._reject(pos)
         has_started = self._start_call(name_match.group())
         if not has_started:
@@ -218,8 +219,7 @@ class PythonCallsReader(StepReader):
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = call_end
-        # This text contains a complete tool call. Therefore the other members of the list are
-        # treated as tool calls, too.
+        # A complete tool call shows that the other members of the list are tool calls, too.
         self._is_confirmed = True
         is_in_list = bool(self._separator or self._closing_bracket)
         if is_in_list:

@@ -257,8 +257,8 @@ class CallReader:
         # No client can use `<tool_call>{` at the end of the message. But `{` alone may be content.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
-        num_marker_chars = len(self._expected.content_if_no_call)  # The length of `<tool_call>`.
-        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
+        num_opening_chars = len(self._expected.unread_opening)  # Such as `<tool_call>`.
+        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_opening_chars)
 
     def _find_next_opening(self) -> str | Mismatch:
         """Return the opening marker that follows an opening marker which starts no tool call.
@@ -273,10 +273,10 @@ class CallReader:
         """
         buffer = self._buffer
         kinds = self._format.calls.kinds
-        first_marker = self._expected.content_if_no_call  # "" if the marker has been read.
-        if first_marker and kinds.get(first_marker) is not MarkerKind.OPEN_CALL:
+        unread_opening = self._expected.unread_opening  # "" if the first marker has been read.
+        if unread_opening and kinds.get(unread_opening) is not MarkerKind.OPEN_CALL:
             return NO_MATCH
-        start = skip_whitespace(buffer.text, buffer.pos + len(first_marker))
+        start = self._position_after_opening()
         num_chars_before = len(self._text_writer.pending_text) + start - buffer.pos
         # Without this limit, the search and the stored text would grow with each repeated marker.
         if num_chars_before > MAX_HEAD_CHARS:
@@ -285,18 +285,20 @@ class CallReader:
         openings = [marker for marker, kind in kinds.items() if kind in _OPENING_KINDS]
         return _longest_marker_at_start(rest, openings, is_final=buffer.is_final)
 
+    def _position_after_opening(self) -> int:
+        """Return the position after the unread opening of the tool call and after white space."""
+        opening_end = self._buffer.pos + len(self._expected.unread_opening)
+        return skip_whitespace(self._buffer.text, opening_end)
+
     def _read_repeated_opening(self, next_opening: str) -> State:
         """Store an opening marker that the model has repeated, and expect the next tool call.
 
         The stored marker is removed from the output if a tool call follows `next_opening`, the
         unread marker after it. Otherwise, both markers are content.
         """
-        buffer = self._buffer
-        # `content_if_no_call` is the unread marker, or "" if the marker has been read.
-        marker_end = buffer.pos + len(self._expected.content_if_no_call)
-        next_start = skip_whitespace(buffer.text, marker_end)
-        if next_start > buffer.pos:
-            self._text_writer.store_pending(buffer.take_until(next_start))
+        next_start = self._position_after_opening()
+        if next_start > self._buffer.pos:
+            self._text_writer.store_pending(self._buffer.take_until(next_start))
         if self._text_writer.pending_text:
             self._call_writer.add_deviation(_REPEATED_MARKER)
         if self._format.calls.kinds[next_opening] is MarkerKind.OPEN_SECTION:

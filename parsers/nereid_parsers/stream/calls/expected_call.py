@@ -37,14 +37,14 @@ class ExpectedCall:
 
     Attributes:
         variants: The possible variants, in the order in which they are tried.
-        content_if_no_call: The unread text that is content if no tool call starts: a marker, or the
-            first character of a tool call without a marker. "" inside a tool section.
+        unread_opening: The unread text that is content if no tool call starts: a marker, or the
+            first character of a tool call without a marker. "" if the marker has been read.
         is_confirmed: Whether a marker shows that the text is a tool call. If no marker shows this,
             the text is a tool call only if the request offers the function.
     """
 
     variants: tuple[CompiledCall, ...]
-    content_if_no_call: str
+    unread_opening: str
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | Mismatch:
@@ -115,7 +115,7 @@ class CallStarts:
 
         A tool section is the text between the markers that enclose all tool calls of a message.
         """
-        return ExpectedCall(self._calls.all, "", is_confirmed=True)
+        return ExpectedCall(self._calls.all, unread_opening="", is_confirmed=True)
 
     def at_marker(self, marker: str) -> ExpectedCall:
         """Return the tool call that may start with `marker`, for example `<call>`."""
@@ -174,10 +174,11 @@ class CallStarts:
         call, because it starts with `{`. For the unread text `Hello`, the result is None.
         """
         variants = self._calls.unmarked
-        call_starts = [text for variant in variants for text in variant.body_openings()]
-        if not any(buffer.starts_with(text) for text in call_starts):
+        call_starts = (text for variant in variants for text in variant.body_openings())
+        may_be_call = any(buffer.starts_with(text) for text in call_starts)
+        if not may_be_call:
             return None
         # If no tool call starts, this character becomes content, and the parser reads on after it.
         first_char = buffer.text[buffer.pos]
         # No marker confirms the tool call, so it must name a function that the request offers.
-        return ExpectedCall(variants, content_if_no_call=first_char, is_confirmed=False)
+        return ExpectedCall(variants, unread_opening=first_char, is_confirmed=False)

@@ -92,8 +92,8 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     if paths.id is not None and paths.id[0] not in member_by_key:
         member_by_key[paths.id[0]] = "id"
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
-    is_id_at_end = order[-1:] == ("id",)
-    return order[:-1] if is_id_at_end else order
+    ends_with_id = order[-1] == "id"  # The order contains at least the name.
+    return order[:-1] if ends_with_id else order
 
 
 def _find_id_path(call: dict[str, Any], name_path: _Path) -> _Path | None:

@@ -61,8 +61,8 @@ def _parse_rule(transform: object) -> _Rule | None:
     rule = transform[0] if isinstance(transform, list) and len(transform) == 1 else transform
     if rule is None:
         return None
-    members = rule if isinstance(rule, Mapping) else {}
-    function = members.get("function", rule)
+    members = rule if isinstance(rule, Mapping) else {}  # A placeholder has no members.
+    function = members.get("function", rule)  # Without this member, the rule is the function.
     if not isinstance(function, str | Mapping):
         raise FormatError(
             f"the transform {rule!r} does not return a tool call, because `function` is not an "

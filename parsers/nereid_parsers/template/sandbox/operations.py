@@ -140,8 +140,8 @@ def check_filter(budget: Budget, call: FilterCall) -> None:
     """Raise LimitError if the result of a filter would be too large.
 
     Example: in `text | replace("", "x" * 1000)`, the filter inserts 1000 characters before each
-    character of `text`. The result of a filter without a check of its own is at most slightly
-    longer than the value, or than a number in the options.
+    character of `text`. A filter that is not listed below needs no check of its own: its result is
+    hardly longer than the value, or than a number in the options, which is always checked.
     """
     options = [*call.args, *call.kwargs.values()]
     check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.

@@ -173,8 +173,8 @@ def test_an_answer_is_allowed_beside_strict_tools_if_its_markers_surround_calls_
     fmt = analyze_template(template).format
     prompt = "<|user|>Hi.<|end|><|assistant|>"
     tag = fmt.structural_tag(strict(CALLABLE), "auto", prompt=prompt)
-    assert refused(compiler, tag, f"<response>{text}</response>") is None
-    assert refused(compiler, tag, "<response>Hi.<go>no_tool {}</go></response>") is not None
+    assert refusal(compiler, tag, f"<response>{text}</response>") is None
+    assert refusal(compiler, tag, "<response>Hi.<go>no_tool {}</go></response>") is not None
 
 
 FLAGS = [

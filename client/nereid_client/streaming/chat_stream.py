@@ -137,8 +137,6 @@ def chat_completion(
     ]
     completion = frame.with_choices("chat.completion", choices)
     completion["usage"] = total_usage([[total.get("usage") for total in totals]])
-    # As in vLLM, the fingerprint is null. The library of OpenRouter requires the field.
-    completion["system_fingerprint"] = None
     return completion | _prompt_token_fields(totals[0])
 
 

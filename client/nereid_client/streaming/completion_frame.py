@@ -4,9 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import nereid_client
 from nereid_client.streaming.deltas import Usage
 
 Json = dict[str, Any]
+
+_FINGERPRINT = f"nereid-{nereid_client.__version__}"
+"""The field `system_fingerprint` of each chunk. The libraries of OpenRouter and Cerebras require
+the field, and the latter requires a string."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class CompletionFrame:
             "object": kind,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": _FINGERPRINT,
             "choices": choices,
         }
         return chunk if self.service_tier is None else chunk | {"service_tier": self.service_tier}

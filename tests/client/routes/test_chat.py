@@ -46,8 +46,14 @@ async def test_an_answer_has_text_usage_and_a_reason(chat):
     }
     assert body["object"] == "chat.completion"
     assert body["model"] == "echo"
-    assert body["system_fingerprint"] is None  # OpenRouter's library requires the field
     assert "tool_calls" not in choice["message"]
+
+
+async def test_every_chunk_has_the_fingerprint_that_strict_libraries_require(chat, chunks_of):
+    fingerprint = (await chat("one two")).json()["system_fingerprint"]
+    assert fingerprint.startswith("nereid-")
+    chunks = chunks_of(await chat("one two", stream=True))
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {fingerprint}
 
 
 async def test_max_tokens_cuts_the_answer_and_says_length(chat):

@@ -15,17 +15,13 @@ with a limit on time and memory. The file `--results` contains one line of JSON 
 
 import argparse
 import datetime
-import json
-import os
-import resource
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from logging import ERROR, getLogger
 from pathlib import Path
 
@@ -33,7 +29,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from backend.exactness import MAX_TOKENS, PROMPTS, SITUATIONS, Answers, open_engine, reference
+from backend.child_results import append_result, load_results, run_in_child
+from backend.exactness import (
+    MAX_TOKENS,
+    PROMPTS,
+    SITUATIONS,
+    Answers,
+    equal_tokens,
+    open_engine,
+    reference,
+)
 from backend.weight_variants import TIE, VARIANTS, NotApplicableError
 from nereid_backend import UnsupportedModelError
 from nereid_backend.errors import ConfigError
@@ -43,8 +48,8 @@ from transformers.utils import logging
 from backend import shrink
 
 # The limits on the wall time and the address space of the process of one type.
-_SECONDS = 90
-_MEMORY_BYTES = 8 * 2**30
+_MAX_SECONDS = 90
+_MAX_BYTES = 8 * 2**30
 _COLUMNS = (*SITUATIONS, *VARIANTS)
 _ALL_EQUAL = f"{len(PROMPTS) * MAX_TOKENS}/{len(PROMPTS) * MAX_TOKENS}"
 # The forward paths in the order in which the engine tries them.
@@ -74,13 +79,13 @@ class Result:
     seconds: float = 0.0
 
 
-def examine(model_type: str, size: int, columns: list[str], result: Result) -> None:
-    """Run one type in the given columns and store the outcome in `result`.
+def examine(size: int, columns: list[str], result: Result) -> None:
+    """Run the type `result.type` in the given columns and store the outcome in `result`.
 
     In the columns of `SITUATIONS`, the engine divides the model over `size` processes.
     """
     with tempfile.TemporaryDirectory() as temporary_folder:
-        folder = shrink.save(model_type, Path(temporary_folder))
+        folder = shrink.save(result.type, Path(temporary_folder))
         expected = reference(folder)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
@@ -107,52 +112,8 @@ def examine(model_type: str, size: int, columns: list[str], result: Result) -> N
 
 def _cell(expected: Answers, answers: Answers) -> str:
     """Return the number of equal tokens and of all tokens. Example: "96/96"."""
-    are_equal = [
-        expected_token == token
-        for expected_answer, answer in zip(expected, answers, strict=True)
-        for expected_token, token in zip(expected_answer, answer, strict=True)
-    ]
-    return f"{sum(are_equal)}/{len(are_equal)}"
-
-
-def examine_in_child(model_type: str, size: int, columns: list[str]) -> Result:
-    """Run `examine` in a child process, and return the result."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _run_in_child(model_type, size, columns, writer)
-    os.close(writer)
-    with os.fdopen(reader) as stream:
-        text = stream.read()
-    _, wait_status = os.waitpid(child, 0)
-    if not text:
-        exit_code = os.waitstatus_to_exitcode(wait_status)
-        return Result(model_type, "wrong", reason=f"its process ended with {exit_code}")
-    return Result(**json.loads(text))
-
-
-def _run_in_child(model_type: str, size: int, columns: list[str], writer: int) -> None:
-    """Run `examine`, write the result to the pipe, and end the child process."""
-    signal.alarm(_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    result = Result(model_type)
-    start = time.monotonic()
-    try:
-        examine(model_type, size, columns, result)
-    except BaseException as error:  # noqa: BLE001 - any error is this type's result
-        result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
-    result.seconds = round(time.monotonic() - start, 1)
-    os.write(writer, json.dumps(asdict(result)).encode())
-    os._exit(0)
-
-
-def load_results(path: Path) -> dict[str, Result]:
-    """Return the latest result of each type from the file of earlier runs."""
-    if not path.is_file():
-        return {}
-    all_results = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
-    return {result.type: result for result in all_results}
+    num_equal, num_tokens = equal_tokens(expected, answers)
+    return f"{num_equal}/{num_tokens}"
 
 
 def summary(results: dict[str, Result]) -> str:
@@ -250,7 +211,7 @@ def main() -> None:
         "--page", action="store_true", help="print the text of docs/history/exactness.md and exit"
     )
     arguments = parser.parse_args()
-    results = load_results(arguments.results)
+    results = load_results(arguments.results, Result)
     if arguments.page:
         sys.stdout.write(page(results))
         return
@@ -267,11 +228,13 @@ def main() -> None:
     for model_type in arguments.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if (model_type in results and not arguments.types) or time.monotonic() > deadline:
             continue
-        result = results[model_type] = examine_in_child(
-            model_type, arguments.tensor_parallel_size, columns
+        result = results[model_type] = run_in_child(
+            lambda result: examine(arguments.tensor_parallel_size, columns, result),
+            Result(model_type),
+            _MAX_SECONDS,
+            _MAX_BYTES,
         )
-        with arguments.results.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
+        append_result(arguments.results, result)
         outcome = " ".join(result.cells.values()) or result.reason
         sys.stderr.write(f"{model_type}: {result.status} {result.tier} {outcome}\n")
     sys.stdout.write(f"{table(results)}\n\n{summary(results)}\n")

@@ -54,15 +54,19 @@ def load_float32(folder: Path) -> PreTrainedModel:
     )
 
 
-def greedy_tokens(model: PreTrainedModel) -> Answers:
+def greedy_tokens(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]] = PROMPTS,
+    max_tokens: int = MAX_TOKENS,
+) -> Answers:
     """Return the greedy tokens that a model of transformers generates for each prompt alone."""
     answers = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         token_ids = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=MAX_TOKENS,
+            max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=None,
             forced_bos_token_id=None,
@@ -70,6 +74,27 @@ def greedy_tokens(model: PreTrainedModel) -> Answers:
         )
         answers.append(token_ids[0, len(prompt) :].tolist())
     return answers
+
+
+def equal_tokens(expected: Answers, answers: Answers) -> tuple[int, int]:
+    """Return the number of equal tokens at the same positions, and the number of all tokens."""
+    are_equal = [
+        expected_token == token
+        for expected_answer, answer in zip(expected, answers, strict=True)
+        for expected_token, token in zip(expected_answer, answer, strict=True)
+    ]
+    return sum(are_equal), len(are_equal)
+
+
+def share_of_accepted_tokens(engine: Engine) -> float:
+    """Return the share of the draft tokens that the model accepted."""
+    stats = engine.stats()
+    return stats.num_accepted_tokens / stats.num_proposed_tokens
+
+
+def run_together(engine: Engine) -> Answers:
+    """Answer all prompts at the same time."""
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 
 def open_engine(folder: Path, **settings) -> Engine:

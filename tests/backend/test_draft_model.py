@@ -14,6 +14,8 @@ from backend.exactness import (
     open_engine,
     reference,
     run_staggered,
+    run_together,
+    share_of_accepted_tokens,
 )
 from backend.mtp_checkpoint import save_with_mtp
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
@@ -63,23 +65,12 @@ def draft_of(tmp_path_factory):
     return folder_of
 
 
-def greedy(engine):
-    """Return the greedy answers to the prompts."""
-    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
-
-
-def acceptance(engine) -> float:
-    """Return the share of the draft tokens that the model accepted."""
-    stats = engine.stats()
-    return stats.num_accepted_tokens / stats.num_proposed_tokens
-
-
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name in NAMES])
 def test_greedy_tokens_are_those_of_the_model_alone(checkpoint, draft_of, name):
     expected = reference(checkpoint(name))
     engine = open_engine(checkpoint(name), draft_model=str(draft_of(name)))
-    assert greedy(engine) == expected
-    assert 0.1 < acceptance(engine) < 0.9
+    assert run_together(engine) == expected
+    assert 0.1 < share_of_accepted_tokens(engine) < 0.9
     assert engine.stats().num_drafts > 10
     engine.check()
     engine.close()
@@ -89,18 +80,18 @@ def test_greedy_tokens_are_those_of_the_model_alone(checkpoint, draft_of, name):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_family_has_the_greedy_tokens_of_the_model_alone(checkpoint, draft_of, name):
     engine = open_engine(checkpoint(name), draft_model=str(draft_of(name)))
-    assert greedy(engine) == reference(checkpoint(name))
+    assert run_together(engine) == reference(checkpoint(name))
     assert engine.stats().num_drafts > 10
     engine.close()
 
 
 def test_a_draft_model_with_the_same_weights_is_always_right(checkpoint):
     engine = open_engine(checkpoint("llama"), draft_model=str(checkpoint("llama")))
-    greedy(engine)
-    assert acceptance(engine) == 1
+    run_together(engine)
+    assert share_of_accepted_tokens(engine) == 1
     sampled = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, seed=4, n=2)
     engine.generate(PROMPTS, sampled)
-    assert acceptance(engine) == 1
+    assert share_of_accepted_tokens(engine) == 1
     engine.close()
 
 
@@ -128,7 +119,7 @@ def test_preempted_requests_are_drafted_again(checkpoint, draft_of):
         kv_cache_memory=kv_cache_memory,
     )
 
-    assert greedy(engine) == expected
+    assert run_together(engine) == expected
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_accepted_tokens > 0
     engine.close()
@@ -250,9 +241,7 @@ def test_the_answers_of_the_model_do_not_have_the_distribution_of_the_draft_mode
     """If the answers had the distribution of the draft model, the chi-square test would fail."""
     target, draft = small_vocabulary
     prompt = [1, 2, 3, 4, 1, 2]
-
     answer_counts = count_sampled_answers(target, prompt, {"draft_model": str(draft)})
-
     observed, expected = cells_of_test(answer_counts, answer_probabilities(draft, prompt))
     assert chisquare(observed, expected).pvalue < 1e-9
 
@@ -345,8 +334,7 @@ def test_a_failing_draft_model_does_not_end_requests(checkpoint, draft_of, caplo
         raise RuntimeError("out of memory")
 
     engine._parts.draft._path.forward = fail
-
-    assert greedy(engine) == reference(checkpoint("llama"))
+    assert run_together(engine) == reference(checkpoint("llama"))
     assert engine.stats().num_drafts == 0
     assert "The engine continues without draft tokens" in caplog.text
     engine.close()
@@ -357,6 +345,6 @@ def test_sequences_beyond_the_length_limit_of_the_draft_model_get_no_drafts(chec
     short = dataclasses.replace(family, extra={**family.extra, "max_position_embeddings": 32})
     folder = short.save(tmp_path)
     engine = open_engine(checkpoint("llama"), draft_model=str(folder))
-    assert greedy(engine) == reference(checkpoint("llama"))
+    assert run_together(engine) == reference(checkpoint("llama"))
     assert 0 < engine.stats().num_drafts < 60
     engine.close()

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from backend.exactness import (
-    PARAMS,
     PROMPTS,
     bytes_for,
     load_float32,
     open_engine,
     reference,
     run_staggered,
+    run_together,
+    share_of_accepted_tokens,
 )
 from backend.mtp_checkpoint import save_with_mtp
 from nereid_backend import EngineConfig, SamplingParams, mtp_path
@@ -36,22 +37,11 @@ def open_mtp(folder, **settings):
     return open_engine(folder, speculative_method="mtp", **settings)
 
 
-def greedy(engine):
-    """Return the greedy answers to the prompts."""
-    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
-
-
-def acceptance(engine) -> float:
-    """Return the share of the draft tokens that the model accepted."""
-    stats = engine.stats()
-    return stats.num_accepted_tokens / stats.num_proposed_tokens
-
-
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_greedy_tokens_are_those_of_the_model_alone(folder, block_size):
     engine = open_mtp(folder, block_size=block_size)
-    assert greedy(engine) == reference(folder)
-    assert 0.1 < acceptance(engine) < 0.95
+    assert run_together(engine) == reference(folder)
+    assert 0.1 < share_of_accepted_tokens(engine) < 0.95
     assert engine.stats().num_drafts > 10
     engine.check()
     engine.close()
@@ -115,8 +105,7 @@ def test_preempted_requests_are_drafted_again(folder):
     kv_cache_memory = bytes_for(measuring_engine, num_tokens=100)
     measuring_engine.close()
     engine = open_mtp(folder, max_model_len=80, kv_cache_memory=kv_cache_memory)
-
-    assert greedy(engine) == expected
+    assert run_together(engine) == expected
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_accepted_tokens > 0
     engine.close()
@@ -125,9 +114,9 @@ def test_preempted_requests_are_drafted_again(folder):
 def test_prompts_in_the_prefix_cache_are_drafted(folder):
     expected = reference(folder)
     engine = open_mtp(folder)
-    first = greedy(engine)
+    first = run_together(engine)
     num_accepted = engine.stats().num_accepted_tokens
-    assert first == greedy(engine) == expected
+    assert first == run_together(engine) == expected
     stats = engine.stats()
     assert stats.num_prefix_cache_hits > 0
     assert stats.num_accepted_tokens > num_accepted > 0
@@ -221,12 +210,10 @@ def test_hidden_states_of_rejected_tokens_are_replaced(hidden, monkeypatch, max_
 def test_old_hidden_states_are_deleted_and_unknown_ones_stay_zero(hidden, monkeypatch):
     monkeypatch.setattr(mtp_path, "_MAX_STATES", 2)
     monkeypatch.setattr(mtp_path, "_MAX_APPENDED", 1)
-
     sequence = make_sequence([5, 6])
     compute(hidden, (sequence, 0))
     sequence.token_ids += [7, 8]
     compute(hidden, (sequence, 2))
-
     assert taken(hidden, sequence, 0, count=4) == [0, 0, 7, 8]
     assert taken(hidden, sequence, 2, count=2) == [0, 0]
 
@@ -234,7 +221,7 @@ def test_old_hidden_states_are_deleted_and_unknown_ones_stay_zero(hidden, monkey
 def test_missing_hidden_states_do_not_change_answers(folder, monkeypatch):
     monkeypatch.setattr(mtp_path, "_MAX_STATES", 2)
     engine = open_mtp(folder, max_num_batched_tokens=9)
-    assert greedy(engine) == reference(folder)
+    assert run_together(engine) == reference(folder)
     assert engine.stats().num_accepted_tokens > 5
     engine.close()
 
@@ -243,7 +230,7 @@ def test_the_requests_continue_without_drafts_if_the_mtp_layer_fails(folder, mon
     engine = open_mtp(folder)
     model = engine._parts.scheduler.drafter._path._model
     monkeypatch.setattr(model, "forward_layer", None)
-    assert greedy(engine) == reference(folder)
+    assert run_together(engine) == reference(folder)
     assert engine.stats().num_proposed_tokens == 0
     engine.close()
 

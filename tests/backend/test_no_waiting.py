@@ -157,7 +157,6 @@ def start_two_steps(scheduler, path):
 def test_a_step_starts_without_waiting_for_the_device(vocab_size, dtype):
     scheduler = start_requests(REQUEST_SETTINGS, PROMPT_LENGTHS)
     first_step, second_plan, watch = start_two_steps(scheduler, MetaPath(vocab_size, dtype))
-
     assert watch.waiting_operators == []
     assert watch.num_copies > 0
     assert len(second_plan.pending) == len(second_plan.chunks) == len(REQUEST_SETTINGS)
@@ -172,7 +171,6 @@ def test_a_step_of_a_single_request_starts_without_waiting_for_the_device(vocab_
     for request_settings, length in zip(REQUEST_SETTINGS, PROMPT_LENGTHS, strict=True):
         scheduler = start_requests([request_settings], [length])
         _, second_plan, watch = start_two_steps(scheduler, MetaPath(vocab_size, dtype))
-
         assert watch.waiting_operators == [], request_settings
         assert second_plan.pending
 

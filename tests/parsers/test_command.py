@@ -136,11 +136,9 @@ def test_the_standard_input_is_utf_8_in_every_locale():
     ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     options = {"env": os.environ | ascii_locale, "stdout": subprocess.PIPE}
     arguments = ["parse", "--format", "hermes", "-"]
-
     result = run_program(arguments, input="日".encode(), **options)
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout == b"\\u65e5\n\ncontent    '\\u65e5'\n"
-
     result = run_program(arguments, input=b"a\xff", **options)
     assert result.returncode == 2
     assert b"- is not a text in UTF-8" in result.stderr

@@ -489,10 +489,8 @@ def test_strict_requests_refuse_unenforced_keywords_and_other_requests_log_them(
     strict = {**declared, "function": {**declared["function"], "strict": True}}
     with pytest.raises(ConstraintError, match=r"uniqueItems at \$.properties.a"):
         HERMES.structural_tag([strict], "auto")
-
     HERMES.structural_tag([declared], "required")
     assert "uniqueItems" in caplog.text
-
     spec = {"schema": {"not": {}}, "strict": True}
     with pytest.raises(ConstraintError, match="not at"):
         HERMES.structural_tag(response_format={"type": "json_schema", "json_schema": spec})

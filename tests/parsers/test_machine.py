@@ -311,7 +311,6 @@ def test_strings_in_double_quotes_beside_bare_keys_are_json_strings(size):
     message = parsed(fmt, text, size)
     assert calls(message) == [("f", {"a": 'x "y", \n}', "b": [1, "z"]})]
     assert message.content == "ok"
-
     tag = fmt.structural_tag([tool("f", a={"type": "string"})], "required")
     assert '"json_schema": {"type": "string"}' in json.dumps(tag)
 

@@ -3,8 +3,7 @@
 import random
 
 import pytest
-import torch
-from backend.exactness import bytes_for, open_engine
+from backend.exactness import bytes_for, greedy_tokens, open_engine
 from backend.scripted_model import BLOCK, ScriptedModel, next_token
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
@@ -94,9 +93,7 @@ def test_a_sequence_never_has_more_blocks_than_its_window_and_its_step_need():
     scheduler = make_scheduler(needed_blocks, max_step_tokens=8)
     model = ScriptedModel(needed_blocks, windows=[WINDOW_OF_5])
     prompt = [random.Random(0).randrange(2, 40) for _ in range(50)]
-
     answers, max_used_blocks = run(scheduler, model, [make_sequence("a", prompt, 60)])
-
     assert answers["a"] == expected_tokens(prompt, 60)
     assert max_used_blocks <= needed_blocks
     assert scheduler.num_preemptions == 0
@@ -165,21 +162,8 @@ def test_a_model_with_a_window_is_exact_with_a_pool_much_smaller_than_the_sequen
         engine.check()
 
     model = AutoModelForCausalLM.from_pretrained(mistral)
-    assert list(answers.values()) == [greedy_tokens(model, prompt) for prompt in prompts]
+    assert list(answers.values()) == greedy_tokens(model, prompts, NUM_TOKENS)
     engine.close()
-
-
-def greedy_tokens(model, prompt):
-    """Return the greedy tokens that a model of transformers generates after a prompt."""
-    ids = torch.tensor([prompt])
-    token_ids = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-    )
-    return token_ids[0, len(prompt) :].tolist()
 
 
 def test_the_memory_plan_depends_on_whether_blocks_are_freed(mistral, tmp_path):

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from backend.exactness import open_engine
+from backend.exactness import greedy_tokens, open_engine
 from backend.tiny_models import VOCAB_SIZE, WINDOW, Family
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.int8_cache import Int8KVCache
@@ -89,19 +89,8 @@ PROMPTS = make_prompts()
 def model(request, tmp_path_factory):
     """The folder of a tiny checkpoint, and the greedy tokens of transformers for each prompt."""
     folder = FAMILIES[request.param].save(tmp_path_factory.mktemp(request.param))
-    reference = AutoModelForCausalLM.from_pretrained(folder)
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        token_ids = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        expected.append(token_ids[0, len(prompt) :].tolist())
-    return folder, expected
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return folder, greedy_tokens(model, PROMPTS, MAX_TOKENS)
 
 
 def run(engine, params=GREEDY):

@@ -30,7 +30,7 @@ import torch
 from backend.checkpoints import writers
 from backend.checkpoints.ggml_quantise import FLOATS
 from backend.checkpoints.gguf_writer import Q4_K_M, WIDE, dequantised_weights, write_gguf
-from backend.exactness import open_engine, reference, run_staggered
+from backend.exactness import equal_tokens, open_engine, reference, run_staggered
 from backend.tiny_models import BY_NAME, Family
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
@@ -151,12 +151,8 @@ def count_equal_tokens(row: Format, folder: Path) -> str:
         answers = run_staggered(engine)
     finally:
         engine.close()
-    are_equal = [
-        expected_token == token
-        for expected_answer, answer in zip(reference(plain), answers, strict=True)
-        for expected_token, token in zip(expected_answer, answer, strict=True)
-    ]
-    return f"{sum(are_equal)}/{len(are_equal)}"
+    num_equal, num_tokens = equal_tokens(reference(plain), answers)
+    return f"{num_equal}/{num_tokens}"
 
 
 def measure_speed(row: Format, folder: Path, shape: str, answer: int) -> list[str]:

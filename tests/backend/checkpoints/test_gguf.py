@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from backend.checkpoints.gguf_writer import write_gguf
+from backend.checkpoints.load_on_cpu import load
 from backend.exactness import PARAMS, open_engine
 from backend.tiny_models import BY_NAME, Family
 from hypothesis import given, settings
@@ -23,7 +24,6 @@ from nereid_backend.checkpoints.gguf.gguf_config import gguf_config
 from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
 from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
 from nereid_backend.linear.grouped_linear import GroupedLinear
-from nereid_backend.load_checkpoint import load_checkpoint
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -62,21 +62,6 @@ def _cache(monkeypatch, tmp_path):
     # would be compiled again.
     folder = tmp_path / "cache"
     monkeypatch.setattr("nereid_backend.checkpoints.gguf.gguf_folder.cache_folder", lambda: folder)
-
-
-def load(path, dtype="float32", *, use_panels=False):
-    """Return the model of a checkpoint on the CPU.
-
-    With `use_panels`, integer weights are copied into the layout of the CPU kernels.
-    """
-    return load_checkpoint(
-        str(path),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        attention="eager",
-        progress=lambda line: None,
-        use_panels=use_panels,
-    ).model
 
 
 @pytest.mark.parametrize("architecture", CASES)
@@ -433,9 +418,19 @@ def test_a_file_that_lacks_a_layer_is_named(tmp_path):
         load(file)
 
 
-_EMBEDDINGS = GgufTensor(
-    "token_embd.weight", (8, 64), gguf.GGMLQuantizationType.F32, start=0, num_bytes=2048
-)
+def config_of(metadata, factors=None, architecture="llama"):
+    """Return the config of a file with valid sizes and with further or other metadata."""
+    valid_metadata = {
+        "general.architecture": architecture,
+        f"{architecture}.embedding_length": 64,
+        f"{architecture}.block_count": 1,
+        f"{architecture}.attention.head_count": 4,
+    }
+    embeddings = GgufTensor(
+        "token_embd.weight", (8, 64), gguf.GGMLQuantizationType.F32, start=0, num_bytes=2048
+    )
+    tensors = {"token_embd.weight": embeddings}
+    return gguf_config(GgufFile(Path("x.gguf"), valid_metadata | metadata, tensors), factors)
 
 
 @pytest.mark.parametrize(
@@ -451,15 +446,8 @@ _EMBEDDINGS = GgufTensor(
     ],
 )
 def test_metadata_with_wrong_numbers_is_refused(metadata, factors, message):
-    valid_metadata = {
-        "general.architecture": "llama",
-        "llama.embedding_length": 64,
-        "llama.block_count": 1,
-        "llama.attention.head_count": 4,
-    }
-    file = GgufFile(Path("x.gguf"), valid_metadata | metadata, {"token_embd.weight": _EMBEDDINGS})
     with pytest.raises(ModelError, match=rf"x\.gguf: .*{message}"):
-        gguf_config(file, factors)
+        config_of(metadata, factors)
 
 
 @pytest.mark.parametrize(
@@ -473,15 +461,8 @@ def test_metadata_with_wrong_numbers_is_refused(metadata, factors, message):
     ],
 )
 def test_scaled_positions_without_a_type_are_linear_as_in_llama_cpp(metadata, expected):
-    valid_metadata = {
-        "general.architecture": "llama",
-        "llama.embedding_length": 64,
-        "llama.block_count": 1,
-        "llama.attention.head_count": 4,
-    }
     scaling = {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
-    file = GgufFile(Path("x.gguf"), valid_metadata | scaling, {"token_embd.weight": _EMBEDDINGS})
-    assert gguf_config(file, None)["rope_parameters"] == expected | {"rope_theta": 10000.0}
+    assert config_of(scaling)["rope_parameters"] == expected | {"rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize("kind", ["adapter", "mmproj"])
@@ -498,42 +479,25 @@ def test_a_file_without_a_model_is_refused_by_its_type(kind, tmp_path):
 
 
 def test_token_ids_outside_the_vocabulary_are_ignored():
-    metadata = {
-        "general.architecture": "llama",
-        "llama.embedding_length": 64,
-        "llama.block_count": 1,
-        "llama.attention.head_count": 4,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.padding_token_id": 2**32 - 1,
-    }
-    file = GgufFile(Path("x.gguf"), metadata, {"token_embd.weight": _EMBEDDINGS})
-    config = gguf_config(file, None)
+    config = config_of(
+        {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 2**32 - 1}
+    )
     assert (config["eos_token_id"], config["pad_token_id"]) == ([2], None)
 
 
 def test_a_file_of_gemma_3_without_a_window_has_full_attention_in_all_layers():
-    metadata = {
-        "general.architecture": "gemma3",
-        "gemma3.embedding_length": 64,
-        "gemma3.block_count": 1,
-        "gemma3.attention.head_count": 4,
-    }
-    file = GgufFile(Path("x.gguf"), metadata, {"token_embd.weight": _EMBEDDINGS})
-    assert gguf_config(file, None)["layer_types"] == ["full_attention"]
+    assert config_of({}, architecture="gemma3")["layer_types"] == ["full_attention"]
 
 
 def test_tokens_that_end_a_turn_are_found_by_their_texts():
     # Files of Gemma 2 and 3 name only "<eos>".
-    metadata = {
-        "general.architecture": "llama",
-        "llama.embedding_length": 64,
-        "llama.block_count": 1,
-        "llama.attention.head_count": 4,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "a", "<end_of_turn>"],
-    }
-    file = GgufFile(Path("x.gguf"), metadata, {"token_embd.weight": _EMBEDDINGS})
-    assert gguf_config(file, None)["eos_token_id"] == [1, 3]
+    config = config_of(
+        {
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.tokens": ["<pad>", "<eos>", "a", "<end_of_turn>"],
+        }
+    )
+    assert config["eos_token_id"] == [1, 3]
 
 
 def test_a_damaged_vocabulary_is_refused(tmp_path):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from backend.checkpoints.ggml_quantise import quantise
 from backend.checkpoints.gguf_writer import Q4_K_M, WIDE, dequantised_weights, write_gguf
+from backend.checkpoints.load_on_cpu import load
 from backend.exactness import open_engine, reference, run_staggered
 from nereid_backend.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from nereid_backend.checkpoints.gguf.gguf_file import GgufTensor
 from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
 from nereid_backend.linear.grouped_linear import GroupedLinear
-from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import save_file
 
 # For these types, ggml first searches the neighbours in a grid of numbers. This takes up to 4 s.
@@ -49,17 +49,6 @@ def library_weights(file):
         tensor.name.removesuffix(".weight"): gguf.dequantize(tensor.data, tensor.tensor_type)
         for tensor in gguf.GGUFReader(file).tensors
     }
-
-
-def load(file, *, use_panels):
-    return load_checkpoint(
-        str(file),
-        dtype="float32",
-        device=torch.device("cpu"),
-        attention="eager",
-        progress=lambda line: None,
-        use_panels=use_panels,
-    ).model
 
 
 @pytest.mark.parametrize("name", ALL_TYPES)

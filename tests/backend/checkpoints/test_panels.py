@@ -8,25 +8,12 @@ import json
 import pytest
 import torch
 from backend.checkpoints import writers
+from backend.checkpoints.load_on_cpu import load
 from backend.exactness import PARAMS, open_engine
 from backend.tiny_models import BY_NAME
 from nereid_backend.errors import ConfigError, ModelError
 from nereid_backend.linear.grouped_linear import GroupedLinear
-from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import load_file, save_file
-
-
-def load(folder, *, use_panels):
-    """Return the model of a checkpoint on the CPU."""
-    return load_checkpoint(
-        str(folder),
-        dtype="float32",
-        device=torch.device("cpu"),
-        attention="eager",
-        progress=lambda line: None,
-        use_panels=use_panels,
-    ).model
-
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False}
 WRITERS = {

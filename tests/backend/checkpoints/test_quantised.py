@@ -3,23 +3,12 @@ import json
 import pytest
 import torch
 from backend.checkpoints import writers
+from backend.checkpoints.load_on_cpu import load
 from backend.tiny_models import BY_NAME
 from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.checkpoints import compressed_tensors, gptq, torchao
 from nereid_backend.checkpoints.weight_counts import count_weights
-from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import load_file, save_file
-
-
-def load(folder, dtype="float32"):
-    """Return the model of a checkpoint on the CPU."""
-    return load_checkpoint(
-        str(folder),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        attention="eager",
-        progress=lambda line: None,
-    ).model
 
 
 def assert_same_weights(plain, quantised, *, relative=1e-6):

@@ -107,11 +107,9 @@ def test_one_launch_computes_many_prompts_and_starts_with_long_tiles(device, mon
 def test_nan_affects_only_its_own_sequence(device):
     spec = SPECS["three query heads a key head"]
     poisoned, clean = (Steps(GpuKVCache, spec, torch.float32, device) for _ in range(2))
-
     # The second sequence has one new token, and the last sequence has nine new tokens.
     outputs = poisoned.fill(poison=[(1, 2, 3), (5, 0, 1)]).run()
     expected = clean.fill().run()
-
     is_affected = torch.zeros(len(outputs), dtype=torch.bool)
     is_affected[1] = is_affected[-9:] = True
     assert outputs[is_affected].isnan().all()

@@ -76,7 +76,6 @@ def test_every_tiny_architecture_can_be_captured(name, engine_of):
     expected = plain_engine.generate(prompts, params)
     engine = engine_of(name, capture=record, seed=3)
     outputs = engine.generate(prompts, params)
-
     assert tokens_of(outputs) == tokens_of(expected)
     assert graphs_of(engine).failure is None
     # The first step computes the prompts, so it is not replayed.

@@ -58,7 +58,6 @@ def test_preempted_requests_keep_their_adapters(llama):
     # The free blocks have space for 72 tokens, and the longest sequence has 56 tokens.
     pool = engine._parts.pool
     withheld_blocks = pool.allocate(pool.num_free - 72 // engine.info.block_size)
-
     assert answer_mixed(engine, check_blocks=False) == expected
     assert engine.stats().num_preemptions > 0
     pool.release(withheld_blocks)

@@ -45,9 +45,7 @@ def test_norms_are_replaced_and_give_the_same_numbers(norm_class, dtype, toleran
     model = model_of(norm_class(8), dtype)
     inputs = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = model[1]["norm"](inputs)
-
     restore = fuse_norms(model)
-
     assert isinstance(model[1]["norm"], FusedRmsNorm)
     torch.testing.assert_close(model[1]["norm"](inputs), expected, rtol=tolerance, atol=tolerance)
     restore()

@@ -229,7 +229,6 @@ def test_the_index_decides_which_file_provides_a_tensor_that_two_files_contain(t
     save_file({"x": ones, "y": zeros}, tmp_path / "model-2.safetensors")
     with pytest.raises(ModelError, match=r"model-1\.safetensors and .* both contain the tensor x"):
         open_tensors(tmp_path)
-
     index = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert open_tensors(tmp_path)["x"].read().equal(zeros)

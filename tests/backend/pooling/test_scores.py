@@ -267,9 +267,7 @@ def test_a_long_document_is_truncated_and_the_text_after_it_stays(judge_folder):
     query, document = text(rng, 4), text(rng, 500)
     with pytest.raises(RequestError, match="has 510 tokens, but the limit is 128"):
         reranker.score([(query, document)])
-
     score = reranker.score([(query, document)], truncate=True)
-
     # The query and the template have 10 of the 128 tokens.
     start_of_document = " ".join(document.split()[: 128 - 10])
     np.testing.assert_allclose(score, reranker.score([(query, start_of_document)]), atol=1e-5)

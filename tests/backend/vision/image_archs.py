@@ -12,18 +12,14 @@ of JSON for each result.
 """
 
 import argparse
-import json
-import os
 import random
-import resource
-import signal
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
@@ -38,6 +34,8 @@ declare_operators()
 import numpy as np
 import torch
 import transformers
+from backend.child_results import append_result, load_results, run_in_child
+from backend.exactness import equal_tokens
 from backend.vision import image_types
 from nereid_backend import Engine, EngineConfig, SamplingParams, UnsupportedModelError
 from nereid_backend.vision.chat_processor import ChatProcessor
@@ -48,8 +46,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import logging
 
 # The limits on the wall time and the address space of the process of one type.
-_SECONDS = 600
-_MEMORY_BYTES = 10 * 2**30
+_MAX_SECONDS = 600
+_MAX_BYTES = 10 * 2**30
 MAX_TOKENS = 9
 # The sampling rate of the audio in Hz.
 RATE = 16_000
@@ -293,19 +291,13 @@ def build(
     raise ValueError("; ".join(dict.fromkeys(errors)))
 
 
-def examine(
-    model_type: str,
-    result: Result,
-    situations: list[str] | None = None,
-    kind: str = "image",
-) -> None:
-    """Run one type in the given or in all situations, and store the outcome in `result`."""
+def examine(kind: str, result: Result) -> None:
+    """Run the type `result.type` in all situations, and store the outcome in `result`."""
     with tempfile.TemporaryDirectory() as temporary_folder:
-        folder, chats, expected, result.depends = build(model_type, Path(temporary_folder), kind)
+        folder, chats, expected, result.depends = build(result.type, Path(temporary_folder), kind)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
-        for situation in situations or SITUATIONS:
-            settings, run = SITUATIONS[situation]
+        for situation, (settings, run) in SITUATIONS.items():
             try:
                 engine = open_engine(folder, **settings)
             except UnsupportedModelError as error:
@@ -327,52 +319,8 @@ def examine(
 
 def _cell(expected: Answers, answers: Answers) -> str:
     """Return the number of equal tokens and of all tokens. Example: "27/27"."""
-    are_equal = [
-        expected_token == token
-        for expected_answer, answer in zip(expected, answers, strict=True)
-        for expected_token, token in zip(expected_answer, answer, strict=True)
-    ]
-    return f"{sum(are_equal)}/{len(are_equal)}"
-
-
-def examine_in_child(model_type: str, kind: str) -> Result:
-    """Run `examine` in a child process, and return the result."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _run_in_child(model_type, kind, writer)
-    os.close(writer)
-    with os.fdopen(reader) as stream:
-        text = stream.read()
-    _, wait_status = os.waitpid(child, 0)
-    if not text:
-        exit_code = os.waitstatus_to_exitcode(wait_status)
-        return Result(model_type, "wrong", reason=f"its process ended with {exit_code}")
-    return Result(**json.loads(text))
-
-
-def _run_in_child(model_type: str, kind: str, writer: int) -> None:
-    """Run `examine`, write the result to the pipe, and end the child process."""
-    signal.alarm(_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    result = Result(model_type)
-    start = time.monotonic()
-    try:
-        examine(model_type, result, kind=kind)
-    except BaseException as error:  # noqa: BLE001 - any error is this type's result
-        result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
-    result.seconds = round(time.monotonic() - start, 1)
-    os.write(writer, json.dumps(asdict(result)).encode())
-    os._exit(0)
-
-
-def load_results(path: Path) -> dict[str, Result]:
-    """Return the latest result of each type from the file of earlier runs."""
-    if not path.is_file():
-        return {}
-    all_results = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
-    return {result.type: result for result in all_results}
+    num_equal, num_tokens = equal_tokens(expected, answers)
+    return f"{num_equal}/{num_tokens}"
 
 
 def table(results: dict[str, Result]) -> str:
@@ -393,7 +341,7 @@ def table(results: dict[str, Result]) -> str:
 def main() -> None:
     """Run the requested types, then print the table."""
     arguments = _parse_arguments()
-    results = load_results(arguments.results)
+    results = load_results(arguments.results, Result)
     if not arguments.table:
         _run_types(arguments, results)
     sys.stdout.write(f"{table(results)}\n\n{Counter(r.status for r in results.values())}\n")
@@ -432,9 +380,13 @@ def _run_types(arguments: argparse.Namespace, results: dict[str, Result]) -> Non
     for model_type in arguments.types or types:
         if (model_type in results and not arguments.types) or time.monotonic() > deadline:
             continue
-        result = results[model_type] = examine_in_child(model_type, arguments.kind)
-        with arguments.results.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
+        result = results[model_type] = run_in_child(
+            lambda result: examine(arguments.kind, result),
+            Result(model_type),
+            _MAX_SECONDS,
+            _MAX_BYTES,
+        )
+        append_result(arguments.results, result)
         sys.stderr.write(
             f"{model_type}: {result.status} images={result.path} text={result.text_path} "
             f"depends={result.depends} {result.cells} {result.reason} {result.seconds}\n"

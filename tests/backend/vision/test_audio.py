@@ -177,7 +177,6 @@ def test_every_form_gives_the_same_audio(part):
     (url,) = take_media(body)
     assert body["messages"][0]["content"] == [{"type": "audio"}]
     audio_in_body = read_audio_url(url.decode(), "audio 1")
-
     for audio in (audio_in_messages, audio_in_body):
         (samples,) = read_audio([audio], RATE, LIMITS)
         np.testing.assert_allclose(samples, LEVELS, atol=1e-4)

@@ -70,10 +70,8 @@ FORMS = {
 def test_every_form_gives_the_same_frames(part, fps):
     video = split(part)
     assert video.video.fps == fps
-
     frames = read_video(video, ImageLimits())
     assert [image.tobytes() for image in frames] == [picture(n, 8, 6).tobytes() for n in (1, 2)]
-
     body = {"messages": [{"role": "user", "content": [part]}]}
     (url,) = take_media(body)
     assert body["messages"][0]["content"] == [{"type": "video"}]

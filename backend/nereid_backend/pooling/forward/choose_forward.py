@@ -171,7 +171,8 @@ def _first_exact_method(
     listed = "; ".join(f"{method}: {reason}" for method, reason in rejections.items())
     raise UnsupportedModelError(
         f"{name} is not supported, because its vectors for texts in a batch differ from its "
-        f"vectors for the same texts computed one by one ({listed})."
+        f"vectors for the same texts computed one by one ({listed}). Use a model of another "
+        "architecture."
     )
 
 
@@ -280,7 +281,7 @@ def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> 
     except MODEL_ERRORS as error:
         raise UnsupportedModelError(
             f"{name} is not supported: the forward pass of one text failed: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}. Use a model of another architecture."
         ) from error
     if not vectors.isfinite().all():
         raise ModelError(

@@ -66,7 +66,9 @@ def choose_head(
         if reason is None:
             return head
     # `reason` belongs to the last method, which runs the whole model.
-    raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
+    raise UnsupportedModelError(
+        f"the head of {name} is not supported: {reason}. Use a model of another architecture."
+    )
 
 
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:

@@ -87,7 +87,8 @@ def prepack_towers(encoder: Encoder, name: str, max_len: int) -> float:
     """
     if not hasattr(encoder.model, "get_text_features"):
         raise UnsupportedModelError(
-            f"{name} is not supported: the model has no method get_text_features."
+            f"{name} is not supported: the model has no method get_text_features. Use "
+            "another model."
         )
     batch = _random_texts(encoder, self_check_lens(max_len))
     expected = torch.cat([text_vectors(encoder, text) for text in batch.split()])
@@ -103,7 +104,7 @@ def prepack_towers(encoder: Encoder, name: str, max_len: int) -> float:
         raise UnsupportedModelError(
             f"{name} is not supported: the vectors of texts in a padded batch differ from the "
             f"vectors of the same texts computed one by one. The relative difference is "
-            f"{difference:.2g}, but at most {tolerance:g} is allowed."
+            f"{difference:.2g}, but at most {tolerance:g} is allowed. Use another model."
         )
     return difference
 

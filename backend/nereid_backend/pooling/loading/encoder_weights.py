@@ -183,7 +183,7 @@ def _check_unused_weights(
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: transformers has no such class, and the class "
             f"for {spec.config.model_type} does not use {len(needed)} of the weights, such as "
-            f"{needed[0]}."
+            f"{needed[0]}. Use a model of another architecture."
         )
 
 
@@ -235,7 +235,8 @@ def _retrieval_loading_function(spec: CheckpointSpec) -> Callable[..., Any]:
     retrieval_class = getattr(transformers, spec.architecture, None)
     if retrieval_class is None:
         raise UnsupportedModelError(
-            f"{spec.architecture} is not supported: transformers has no class {spec.architecture}"
+            f"{spec.architecture} is not supported: transformers has no class "
+            f"{spec.architecture}. Use a model of another architecture."
         )
     return retrieval_class.from_pretrained  # type: ignore[no-any-return]
 
@@ -278,7 +279,8 @@ def _model_class(auto_class: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 
     except KeyError as error:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: Unrecognized configuration class "
-            f"{type(spec.config)} for this kind of AutoModel: {auto_class.__name__}."
+            f"{type(spec.config)} for this kind of AutoModel: {auto_class.__name__}. Use a model "
+            "of another architecture."
         ) from error
     # Some configs belong to several classes.
     classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
@@ -298,6 +300,7 @@ def _encoder_class(spec: CheckpointSpec, model_class: type) -> Any:  # noqa: ANN
     if encoder_class is None:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: it has an encoder and a decoder, and "
-            f"transformers has no class {name} for the encoder alone."
+            f"transformers has no class {name} for the encoder alone. Use a model of another "
+            "architecture."
         )
     return encoder_class

@@ -316,7 +316,7 @@ async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
 
     If the requests of several clients wait, the clients start requests in turn.
     """
-    _refuse_compression(request)
+    refuse_compression(request)
     contexts = contexts_of(request)
     client = current_client.get().share  # the client's name in fair scheduling
     await contexts.turns.wait(client)
@@ -325,14 +325,14 @@ async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
     return await _parse_large_body(raw, contexts.large_bodies)
 
 
-def _refuse_compression(request: Request) -> None:
+def refuse_compression(request: Request) -> None:
     """Raise an ApiError 400 if a request has a Content-Encoding other than "identity"."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise ApiError(
             400,
             "The request body must not be compressed, but the request has the Content-Encoding "
-            f"{shown(encoding)}. Send the JSON itself, without this header.",
+            f"{shown(encoding)}. Send the body itself, without this header.",
         )
 
 

@@ -14,7 +14,7 @@ from nereid_client.batches.stored_files import KEEP_S, StoredFile, Upload
 from nereid_client.errors import ApiError, Disconnected, shown
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.batch_requests import FilesQuery, UploadForm
-from nereid_client.request_context import context_of, validate
+from nereid_client.request_context import context_of, refuse_compression, validate
 
 router = APIRouter(tags=["Batches"])
 
@@ -24,6 +24,7 @@ Json = dict[str, Any]
 @router.post("/v1/files", summary="Upload a file")
 async def upload_file(request: Request) -> Json:
     """Store a file whose lines are the requests of a batch: one JSON object in each line."""
+    refuse_compression(request)
     store = batches_of(request).store.files
     upload = await asyncio.to_thread(store.start_upload)
     try:

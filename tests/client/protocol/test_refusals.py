@@ -265,7 +265,7 @@ async def test_a_broken_body_is_answered_with_what_is_wrong(connect, body, messa
 async def test_a_compressed_body_is_refused_with_the_name_of_the_encoding(connect):
     body = gzip.compress(json.dumps({"messages": HELLO}).encode())
     async with connect() as client:
-        for path in ("/v1/chat/completions", "/v1/embeddings"):
+        for path in ("/v1/chat/completions", "/v1/embeddings", "/v1/files"):
             response = await client.post(path, content=body, headers={"Content-Encoding": "gzip"})
             message = error_of(response, 400)["message"]
             assert message.startswith("The request body must not be compressed, but the request ")

@@ -177,6 +177,22 @@ def test_an_answer_is_allowed_beside_strict_tools_if_its_markers_surround_calls_
     assert refusal(compiler, tag, "<response>Hi.<go>no_tool {}</go></response>") is not None
 
 
+@pytest.mark.parametrize("separator", [";\\n", "\\n---\\n"])
+def test_line_breaks_before_calls_are_allowed(separator, compiler):
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.tool_calls %}"
+        "{{ '<calls>\n' }}{% for c in m.tool_calls %}{{ c.function.name + ' ' }}"
+        "{{ c.function.arguments | tojson }}{% if not loop.last %}{{ 'SEPARATOR' }}{% endif %}"
+        "{% endfor %}{{ '\n</calls>' }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ).replace("SEPARATOR", separator)
+    calls = [("list_all", {}), ("list_all", {"name": "a"})]
+    written = Renderer(template).written(message_of(calls=calls), CALLABLE)
+    fmt = analyze_template(template).format
+    tag = fmt.structural_tag(CALLABLE, "required", prompt=written.prompt)
+    assert refusal(compiler, tag, without_ends(written.text, fmt)) is None
+
+
 FLAGS = [
     {
         "type": "function",

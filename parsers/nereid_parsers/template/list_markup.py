@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nereid_parsers.template.difference import common_prefix, common_suffix
 
@@ -57,4 +57,21 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
         item_close=item_close,
         separator=separator_and_open.removesuffix(item_open),
         close=after.removeprefix(item_close),
+    )
+
+
+def markup_of_calls(before: str, between: str, after: str) -> ListMarkup:
+    r"""Infer the markup of a list of two tool calls, like `list_markup`.
+
+    White space alone opens no tool call. It becomes a part of `open` and of the separator:
+
+    >>> markup_of_calls("<calls>\n", ";\n", "\n</calls>")
+    ListMarkup(open='<calls>\n', item_open='', item_close='', separator=';\n', close='\n</calls>')
+    """
+    markup = list_markup(before, between, after)
+    space = markup.item_open
+    if space.strip():
+        return markup
+    return replace(
+        markup, open=markup.open + space, item_open="", separator=markup.separator + space
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nereid_parsers.format import Call
 from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
 from nereid_parsers.template.difference import MARKER, markers
-from nereid_parsers.template.list_markup import ListMarkup, list_markup
+from nereid_parsers.template.list_markup import ListMarkup, markup_of_calls
 from nereid_parsers.template.probe import COUNTER_MARK
 
 
@@ -93,7 +93,7 @@ def markup_of_two_calls(
     before_first_call = pieces[0]
     after_first_call = pieces[len(first_words)]  # the piece after the last of the first words
     after_second_call = pieces[-1]
-    return list_markup(before_first_call, after_first_call, after_second_call)
+    return markup_of_calls(before_first_call, after_first_call, after_second_call)
 
 
 class _TextAfterCalls(NamedTuple):

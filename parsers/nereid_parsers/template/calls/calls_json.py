@@ -20,7 +20,7 @@ from nereid_parsers.template.calls.call_heads import (
 from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts
 from nereid_parsers.template.calls.json_keys import find_path, infer_keys
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
-from nereid_parsers.template.list_markup import ListMarkup, list_markup
+from nereid_parsers.template.list_markup import ListMarkup, markup_of_calls
 
 # Only the last 100 brackets before the name of a function are tried as the start of the JSON,
 # because each attempt may read the whole text.
@@ -76,7 +76,7 @@ class _JsonOfTwoCalls(NamedTuple):
         `separator` is ", ".
         """
         between = self.first.text[self.first.end : self.second.start]
-        return list_markup(self.first.before, between, self.second.after)
+        return markup_of_calls(self.first.before, between, self.second.after)
 
 
 def read_json(texts: CallTexts) -> CallFormat | None:
@@ -363,7 +363,7 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
         return None
     before_calls, _, _ = first.before.partition(FIRST_TOOL)
     between_calls, _, _ = second.before.partition(SECOND_TOOL)
-    return list_markup(before_calls, between_calls, second.after)
+    return markup_of_calls(before_calls, between_calls, second.after)
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonInText | None:

@@ -23,7 +23,7 @@ from nereid_parsers.template.conversation import (
     SECOND_TOOL,
     SECOND_VALUE,
 )
-from nereid_parsers.template.list_markup import ListMarkup, list_markup
+from nereid_parsers.template.list_markup import ListMarkup, markup_of_calls
 
 _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`, or ""
 
@@ -212,7 +212,7 @@ def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:
     """
     first = _text_around_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
     second = _text_around_call(first.after, SECOND_TOOL, SECOND_VALUE, last_character)
-    return list_markup(before=first.before, between=second.before, after=second.after)
+    return markup_of_calls(before=first.before, between=second.before, after=second.after)
 
 
 def _text_around_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:

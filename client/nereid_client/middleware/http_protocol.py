@@ -120,10 +120,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self.send_400_response(message)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header.
+        """Store a header. Ignore a trailer, which the parser passes to this method, too.
+
+        If trailers counted as headers, a client behind a proxy could use a trailer to send a header
+        that the proxy removes or sets, such as X-Client-Id.
 
         Raises: ValueError if there are too many headers. `_parse` then calls `send_400_response`.
         """
+        is_trailer = self._has_headers
+        if is_trailer:
+            return
         if len(self.headers) >= _MAX_HEADERS:
             raise ValueError("too many headers")
         super().on_header(name, value)

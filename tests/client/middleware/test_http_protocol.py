@@ -118,6 +118,13 @@ async def test_too_many_headers_are_a_400(port):
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
+async def test_a_trailer_after_the_body_does_not_become_a_header(port):
+    head = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    body = b"2\r\n{}\r\n0\r\nauthorization: Bearer key\r\nx-client-id: other\r\n\r\n"
+    answer = await exchange(port, head + body)
+    assert answer.endswith(b"\r\n\r\n3")  # the number of headers
+
+
 @pytest.mark.parametrize("start", [b"0\r\na: ", b"5;a="], ids=["trailers", "chunk extension"])
 async def test_headers_without_an_end_inside_a_body_close_the_connection(port, start):
     head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"

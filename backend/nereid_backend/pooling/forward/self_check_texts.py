@@ -43,12 +43,13 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     plain_ids = _plain_token_ids(encoder)
     rng = random.Random(0)
     texts = [[rng.choice(plain_ids) for _ in range(length)] for length in lens]
-    eos_id = encoder.model.config.get_text_config().eos_token_id
-    if encoder.model.config.is_encoder_decoder and isinstance(eos_id, int):
+    config = encoder.model.config
+    eos_id = getattr(config.get_text_config(), "eos_token_id", None)
+    if getattr(config, "is_encoder_decoder", False) and isinstance(eos_id, int):
         # Classification heads of such models, such as BART, read the vector of this token.
         texts = [[*text[:-1], eos_id] for text in texts]
     types: list[list[int] | None] = [None] * len(lens)
-    num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
+    num_types = getattr(config, "type_vocab_size", None) or 0
     if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
         # A type id tells the model to which text of a pair a token belongs. Each test text contains
         # both type ids. Otherwise, a method that confuses the two type ids could pass the test.

@@ -82,8 +82,8 @@ def _value_node(
         any other value   `3`, which is JSON text
 
     `declaration` declares the text around each string. `schema` is the JSON schema of the value.
-    `argument` is, or contains, the value. A restriction in `schema` that the node does not enforce
-    is reported for this argument.
+    `argument` is, or contains, the value. The functions for strings, arrays and objects report each
+    restriction in `schema` that they do not enforce for this argument.
     """
     types = json_types_of(schema, root=schema)
     if _is_written_as_json(types, declaration.quote):

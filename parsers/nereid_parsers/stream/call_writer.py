@@ -98,7 +98,7 @@ class CallWriter:
         self._events = events
         self._new_id = new_id
         self.is_open = False
-        self.last_index = -1
+        self.last_index = -1  # No event of a tool call has been appended.
         self.num_started = 0
         self._num_cuts_left = _MAX_CUTS  # How often `cut_arguments_at` may still remove text.
         self._deviations: list[str] = []  # See `add_deviation`.

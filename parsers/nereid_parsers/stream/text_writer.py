@@ -164,7 +164,8 @@ class TextWriter:
         if self._tracer.function is not None:
             self._tracer.function(_REASONING, ready_text)
         starts_new_block = self._has_reasoning and not self.has_text_since_marker
-        self._events.append(ReasoningDelta("\n" + ready_text if starts_new_block else ready_text))
+        separator = "\n" if starts_new_block else ""
+        self._events.append(ReasoningDelta(separator + ready_text))
         self._has_reasoning = True
         self.is_after_marker = False
         self._last_text_type = ReasoningDelta

@@ -185,7 +185,7 @@ def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> Templat
     Mutates: `prober`, which renders all conversations. It stores the form in which the template
     expects messages (`prober.form`), the comparisons and the open questions.
     """
-    prober.choose_content_form()
+    prober.choose_content_form()  # Sets `prober.form`.
     call_form = prober.find_call_form(content_form=prober.form)
     if call_form is not None:  # The template renders tool calls. This form also suits content.
         prober.form = call_form

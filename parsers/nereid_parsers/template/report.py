@@ -211,7 +211,8 @@ def _sections(report: Report, paint: Paint) -> Iterator[list[str]]:
     """Yield the lines of each section of the report. A section may be empty."""
     analysis = report.analysis
     if report.title:
-        yield [paint("title", report.title), report.why]
+        heading = paint("title", report.title)
+        yield [heading, report.why]
     if analysis is not None:
         yield _comparison_section(analysis, paint)
         rows = [f"{name:20} {value}" for name, value in supports_rows(analysis)]

@@ -207,7 +207,7 @@ def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:
     Example: if `call_format` was inferred from the rendered tool calls "<calls>..</calls><|end|>",
     the end markers are `<|end|>`, because this marker ends the model's turn.
     """
-    _, turn_ends = split_text_after_calls(call_format.markup)
+    turn_ends = split_text_after_calls(call_format.markup).turn_ends
     # EOS_TOKEN is an invented end-of-sequence token that the analysis passes to the template. No
     # model generates this token, so it is removed from the end markers.
     end_markers = tuple(marker for marker in turn_ends if marker != EOS_TOKEN)
@@ -429,7 +429,6 @@ def _tool_section(call_format: CallFormat) -> ToolSection:
     markup = call_format.markup
     if not markup.open.strip():  # If no marker opens the tool section, no marker closes it.
         return ToolSection(calls, separator=markup.separator)
-    section_close, _turn_ends = split_text_after_calls(markup)
     # White space after the closing marker belongs to the text that ends the message.
-    close = section_close.rstrip()
+    close = split_text_after_calls(markup).section_close.rstrip()
     return ToolSection(calls, open=markup.open, close=close, separator=markup.separator)

@@ -172,13 +172,13 @@ class NestedReader(StepReader):
         written for another `<tag>`, because the result may be `"tag": ["a", "b"]`.
         """
         parent = self._elements[-1]
-        may_share_key = parent.has_stored_value_of(name)
-        if not may_share_key:
+        lacks_own_key = parent.has_stored_value_of(name)
+        if not lacks_own_key:
             self._write_key(parent, name)
         parent.last_child = name
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
-        self._elements.append(Element(name, schema, types, may_share_key=may_share_key))
+        self._elements.append(Element(name, schema, types, lacks_own_key=lacks_own_key))
 
     def _write_key(self, parent: Element, child: str) -> None:
         """Write the stored values of earlier children of `parent`, and then the key `child`.
@@ -246,7 +246,7 @@ class NestedReader(StepReader):
         """
         if element.kind is ElementKind.VALUE:
             return
-        if element.may_share_key:
+        if element.lacks_own_key:
             self._write_unshared_key(element)
         self.writer.write(_OPENING_TEXTS[element.kind])
 
@@ -258,7 +258,7 @@ class NestedReader(StepReader):
         `<a>1</a><a><b>` (the prefixes are omitted), `1, "a": ` is written for the second `<a>`.
         """
         self._write_key(self._elements[-2], element.name)  # `element` is the innermost element.
-        element.may_share_key = False
+        element.lacks_own_key = False
 
     def _next_prefix(self, text: str, pos: int) -> tuple[int, bool]:
         """Find the next tag prefix, such as `~` in `~<city>`, or an incomplete prefix at the end.

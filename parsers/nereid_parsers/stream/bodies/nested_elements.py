@@ -47,9 +47,8 @@ class Element:
         name: The name in the element's tags. "" for the object that contains all arguments.
         schema: The JSON schema of the element's value.
         types: The JSON types that the schema allows, or None if the schema declares no type.
-        may_share_key: Whether the previous sibling has the name of this element, so that the two
-            elements may become the items of one array under one JSON key. The key of this element
-            has not been written then.
+        lacks_own_key: Whether no JSON key has been written for this element, because the previous
+            sibling has the same name, so that the two may become the items of one array.
         kind: The kind of the element's value.
         text_pieces: The stored text of an element of kind VALUE.
         num_children: The number of children whose key has been written.
@@ -61,7 +60,7 @@ class Element:
     name: str
     schema: Mapping[str, object]
     types: frozenset[str] | None
-    may_share_key: bool = False
+    lacks_own_key: bool = False
     kind: ElementKind = ElementKind.UNKNOWN
     text_pieces: list[str] = field(default_factory=list)
     num_children: int = 0

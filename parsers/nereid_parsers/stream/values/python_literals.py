@@ -92,9 +92,9 @@ class LiteralReader:
                     self._close_string(string)
             elif text[pos].isspace():
                 end = skip_whitespace(text, pos)
-            elif self._expected is Expected.COLON:
+            elif self._expected is Expected.COLON:  # The text is after a key.
                 end = self._read_after_key(text, pos)
-            elif self._expected is Expected.COMMA:
+            elif self._expected is Expected.COMMA:  # The text is after a value.
                 end = self._read_comma_or_bracket(text, pos)
             elif self._expected in _ITEMS_AND_KEYS and text[pos] == self._containers[-1].close:
                 end = self._close_container(pos)  # As in `[]` and `{'a': 1,}`.
@@ -163,7 +163,7 @@ class LiteralReader:
         if text[pos] == ":":
             self._write_key(key)
             return pos + 1
-        is_first_key = self._containers[-1].lacks_opening_brace
+        is_first_key = self._containers[-1].lacks_opening_brace  # The first key writes the brace.
         if is_first_key and text[pos] in ",}":
             self._start_set(key)
             return self._read_comma_or_bracket(text, pos)

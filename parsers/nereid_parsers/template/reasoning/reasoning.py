@@ -17,7 +17,9 @@ call, if this marker also ends reasoning. The module `reasoning_in_prompts` cont
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from nereid_parsers.format import Opener, Reasoning
@@ -138,16 +140,14 @@ def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasonin
 
     Mutates: `turn.prober`, which records the successful search for the report.
     """
-    if conversation is not None:
-        markup = find_markers_in_message(turn, conversation)
-        if markup is not None:
-            return markup
-    searches = (
+    searches: list[Callable[[ModelTurn], ReasoningMarkup | None]] = [
         find_markers_in_prompts,
         find_markers_in_instructions,
         find_markers_in_source,
         find_markers_of_removed_text,
-    )
+    ]
+    if conversation is not None:
+        searches.insert(0, partial(find_markers_in_message, conversation=conversation))
     for search in searches:
         markup = search(turn)
         if markup is not None:

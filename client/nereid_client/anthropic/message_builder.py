@@ -275,7 +275,8 @@ def _tool_input(arguments: str) -> Json:
     Example: '{"a": ' returns {"unparsed_arguments": '{"a": '}.
     """
     try:
-        parsed = json.loads(arguments or "{}")
+        # Models sometimes write a line break in a string instead of the escape sequence \n.
+        parsed = json.loads(arguments or "{}", strict=False)
         json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # checks the values
     except (ValueError, RecursionError):
         parsed = None

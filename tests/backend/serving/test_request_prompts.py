@@ -131,6 +131,7 @@ def test_a_content_part_can_be_a_string():
         ('{"city": "Par', {"unparsed_arguments": '{"city": "Par'}),
         ('["Paris"]', {"unparsed_arguments": '["Paris"]'}),
         (r'{"city": "\ud83d"}', {"unparsed_arguments": r'{"city": "\ud83d"}'}),
+        ('{"text": "a\nb"}', {"text": "a\nb"}),
         ("null", {}),
         (" ", {}),
     ],

@@ -21,7 +21,7 @@ def test_arguments_that_are_no_json_object_are_kept_as_text(arguments):
 
 def test_arguments_that_are_a_json_object_are_parsed():
     builder = MessageBuilder("msg_1", "a-model")
-    for arguments in ('{"a": ["é", ', r'"\ud83d\ude00", 1.5]}'):
+    for arguments in ('{"a": ["é\n", ', r'"\ud83d\ude00", 1.5]}'):
         builder.add({"tool_calls": [{"index": 0, "arguments": arguments}]})
     builder.add({"finish_reason": "tool_calls"})
-    assert builder.message()["content"][0]["input"] == {"a": ["é", "😀", 1.5]}
+    assert builder.message()["content"][0]["input"] == {"a": ["é\n", "😀", 1.5]}

@@ -105,11 +105,10 @@ class Prober:
             try:
                 text = self.template.render(self._variables(conversation, form))
             except RenderRefused as refusal:
-                variable = refusal.undefined_variable  # None if the template failed otherwise.
-                if variable is None or not self._can_be_set(variable):
+                was_set = self._set_undefined_variable(refusal.undefined_variable)
+                if not was_set:
                     self.refusals[conversation] = str(refusal)
                     return None
-                self._blank_variables.add(variable)
             else:
                 return _mask_numbers_and_ids(text, form)
 
@@ -136,13 +135,16 @@ class Prober:
         variables |= dict(conversation.switches.variables)  # Such as enable_thinking=False.
         return variables
 
-    def _can_be_set(self, variable: str) -> bool:
-        """Return whether a rendering may succeed if the undefined variable `variable` is set to "".
+    def _set_undefined_variable(self, variable: str | None) -> bool:
+        """Set an undefined variable to "" from now on. Return whether this was possible.
 
-        The result is False if the template does not read a variable with this name, or if the
-        variable is already set to "".
+        The result is False if the template failed for another reason (`variable` is None), if it
+        reads no variable with this name, or if the variable is already set to "".
         """
-        return variable in self.template.names and variable not in self._blank_variables
+        if variable not in self.template.names or variable in self._blank_variables:
+            return False
+        self._blank_variables.add(variable)
+        return True
 
     def error_message(self, conversation: Conversation) -> str | None:
         """Render a conversation. Return the error message of the template, or None if it succeeds.

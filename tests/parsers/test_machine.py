@@ -903,3 +903,13 @@ def test_a_name_ends_at_a_bracket_that_is_not_ascii():
     for size in (1, 100):
         message = parsed(fmt, "<call>f«a»x«/a»</call>", size)
         assert calls(message) == [("f", {"a": "x"})]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("offered", [None, TOOLS])
+def test_a_call_ends_before_the_next_one_if_a_marker_separates_its_arguments(offered, size):
+    fmt = fmt_of(Call(TaggedArguments("{key}=", "<sep>"), "<call>", "{name} ", "</call>"))
+    text = "<call>f a=x</call><call>f a=y</call> z<sep>c=2</call>"
+    message = parsed(fmt, text, size, tools=offered)
+    assert calls(message) == [("f", {"a": "x"}), ("f", {"a": "y</call> z", "c": "2"})]
+    assert not message.content

@@ -243,6 +243,7 @@ class CompiledTags:
         tag_starts = _tag_starts(declarations)  # Such as `<parameter=`.
         starts_like_argument = next_call_start in tag_starts
         self._next_call_start = "" if starts_like_argument else next_call_start
+        self._tag_starts = tag_starts
         early_ends = _ends_without_closing_marker(stop_markers, tag_starts)
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
         self._close_or_tag_start_regex = _compile_close_or_tag_start(self.variants, tag_starts)
@@ -353,6 +354,8 @@ class CompiledTags:
         Another tool call must call one of the offered `tools`, if they are known.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
+        if not self._tag_starts and self._is_before_next_call(text[pos:search_end], tools):
+            return MarkerRole.AFTER_VALUE
         for tag in self._close_or_tag_start_regex.finditer(text, pos, search_end):
             is_closing_marker = tag["close"] is not None
             if is_closing_marker:
@@ -379,6 +382,19 @@ class CompiledTags:
             return False
         is_directly_before_opening = skip_whitespace(text, head.end) == opening_pos
         return is_directly_before_opening and _is_offered(head, tools)
+
+    def _is_before_next_call(self, text: str, tools: Tools) -> bool:
+        """Return whether only markers precede the next tool call and its first argument.
+
+        Example: the result is True for `</call><call>f a=1` if arguments look like `a=1`. In such a
+        format, no fixed text shows where an argument starts.
+        """
+        head_start = self._skip_markers_between_calls(text, 0, len(text))
+        head = self._head.match(text, head_start, is_final=False)
+        if not isinstance(head, PatternMatch) or not _is_offered(head, tools):
+            return False
+        first_argument = skip_whitespace(text, head.end)
+        return isinstance(self.match(text, first_argument, is_final=False), TagOpening)
 
     def _skip_markers_between_calls(self, text: str, pos: int, end: int) -> int:
         """Return the position after the markers that are between `pos` and `end`.

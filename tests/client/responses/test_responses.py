@@ -69,6 +69,11 @@ async def test_a_response_has_text_usage_and_repeats_its_request(respond):
     assert body["completed_at"] >= body["created_at"]
 
 
+async def test_a_response_repeats_the_penalties_that_openrouters_library_requires(respond):
+    body = (await respond("one", presence_penalty=0.5)).json()
+    assert (body["presence_penalty"], body["frequency_penalty"]) == (0.5, None)
+
+
 async def test_reasoning_text_and_calls_are_items_of_their_own(respond):
     output = (await respond(MARKUP)).json()["output"]
     kinds = ["reasoning", "message", "function_call", "function_call"]

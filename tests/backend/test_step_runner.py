@@ -290,9 +290,9 @@ def test_forced_tokens_end_at_a_stop_token_and_wait_for_min_tokens(min_tokens, e
 
 def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_by_name():
     contradiction = make_sequence((4,), guide=ModularGuide(VOCAB, (7,)), allowed_token_ids=[3, 4])
-    other = make_sequence(row=1, guide=True)
+    valid = make_sequence(row=1, guide=True)
     path = HashedPath(VOCAB)
-    result = run(Runner(path), chunk_of(contradiction), chunk_of(other))
+    result = run(Runner(path), chunk_of(contradiction), chunk_of(valid))
     assert "forbidden by the grammar and allowed_token_ids" in result.sampled[0].error
     assert result.sampled[1].error is None
     assert path.cleared == []

@@ -126,7 +126,7 @@ def _differ_after_a_tie(
 ) -> bool:
     """Return whether the first different tokens of two answers have nearly equal logits."""
     pairs = zip(expected, answer, strict=True)
-    differing = [index for index, (token, other) in enumerate(pairs) if token != other]
+    differing = [i for i, (expected_token, token) in enumerate(pairs) if token != expected_token]
     if not differing:
         return False
     first = differing[0]

@@ -103,26 +103,27 @@ def test_a_template_is_analysed(capsys, tmp_path):
     assert "Content is written without markers" in capsys.readouterr().out
 
 
-def run_program(arguments, **keywords):
+def run_program(arguments, **options):
+    """Run the command in a new process. `options` are further arguments of `subprocess.run`."""
     command = [sys.executable, "-m", "nereid_parsers", *arguments]
-    return subprocess.run(command, stderr=subprocess.PIPE, timeout=60, **keywords)
+    return subprocess.run(command, stderr=subprocess.PIPE, timeout=60, **options)
 
 
 def test_a_closed_pipe_ends_the_program_without_a_message():
-    read, write = os.pipe()
-    os.close(read)
+    reader, writer = os.pipe()
+    os.close(reader)
     try:
-        ended = run_program(["formats"], stdout=write)
+        result = run_program(["formats"], stdout=writer)
     finally:
-        os.close(write)
-    assert (ended.returncode, ended.stderr) == (1, b"")
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (1, b"")
 
 
 def test_output_to_a_full_disk_is_an_error_of_one_line(transcript):
     with open("/dev/full", "w") as full:
-        ended = run_program(["parse", "--format", "hermes", transcript], stdout=full)
-    assert ended.returncode == 2
-    assert ended.stderr == b"nereid_parsers: [Errno 28] No space left on device\n"
+        result = run_program(["parse", "--format", "hermes", transcript], stdout=full)
+    assert result.returncode == 2
+    assert result.stderr == b"nereid_parsers: [Errno 28] No space left on device\n"
 
 
 def test_a_file_that_is_not_utf_8_is_named(capsys, tmp_path):

@@ -336,13 +336,15 @@ def test_calls_need_a_tool_section_and_json_objects_are_answers():
 
 
 def test_reasoning_without_an_end_cannot_be_constrained():
-    plain = Messages("<s>", "<h>", (Route(Stage.REASONING, "r"), Route(Stage.CALLS, "{name}")))
+    layout_of_messages = Messages(
+        "<s>", "<h>", (Route(Stage.REASONING, "r"), Route(Stage.CALLS, "{name}"))
+    )
     request = Request.of(TOOLS, "required", None, parallel_tool_calls=True)
-    for layout in (plain, Sections(tools=HERMES.layout.tools)):
+    for layout in (layout_of_messages, Sections(tools=HERMES.layout.tools)):
         with pytest.raises(ConstraintError, match="no marker that ends the reasoning"):
             structural_tag(Format("m", layout), request, ReasoningState.OPEN)
     with pytest.raises(ConstraintError, match="no message type for an answer in text"):
-        Format("m", plain).structural_tag(response_format=ANSWER)
+        Format("m", layout_of_messages).structural_tag(response_format=ANSWER)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_strict_arguments_that_cannot_be_repaired_are_returned_unchanged_by_poli
     raw = Policy(TextRule.CALLS_FIRST, broken_arguments=BrokenArguments.REPAIR_OR_RAW)
     text = "</think>" + SECTION.format(call("f", "no json") + call("g", '{"b": 2}'))
     message = strict(text, policy=raw)
-    assert [(one.name, one.arguments) for one in message.tool_calls] == [
+    assert [(made.name, made.arguments) for made in message.tool_calls] == [
         ("f", "no json"),
         ("g", '{"b": 2}'),
     ]

@@ -81,12 +81,12 @@ def test_a_prefilled_call_is_returned_completely():
 
 
 def test_complete_calls_in_the_prompt_are_not_returned():
-    done = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n'
-    prompt = f"<|im_start|>assistant\n{done}" + '<tool_call>\n{"name": "f", "arguments": {'
+    complete_call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n'
+    prompt = f"<|im_start|>assistant\n{complete_call}" + '<tool_call>\n{"name": "f", "arguments": {'
     parser = StreamParser(TURN, tools=TOOLS, prompt=prompt, new_id=counted_ids())
     events = [*parser.feed("}}"), *parser.finish()]
     assert calls(fold(events)) == [("f", {})]
-    parser = StreamParser(TURN, tools=TOOLS, prompt=f"<|im_start|>assistant\n{done}")
+    parser = StreamParser(TURN, tools=TOOLS, prompt=f"<|im_start|>assistant\n{complete_call}")
     assert fold([*parser.feed("Done."), *parser.finish()]) == Message(content="Done.")
 
 

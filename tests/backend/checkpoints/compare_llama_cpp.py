@@ -146,7 +146,7 @@ def compare_answers(
     ratios = []
     for answer, gaps_of_answer, expected_answer in zip(answers, gaps, expected, strict=True):
         pairs = enumerate(zip(answer, expected_answer, strict=False))
-        differences = (index for index, (token, other) in pairs if token != other)
+        differences = (index for index, (token, expected_token) in pairs if token != expected_token)
         num_equal = next(differences, min(len(answer), len(expected_answer)))
         num_tokens += num_equal
         # The answer of the engine can end with the end-of-sequence token, which llama.cpp omits.

@@ -257,20 +257,20 @@ def load_byte_level_tokenizer(folder, tokens, kinds, pre_tokenizer, **special_to
 
 @pytest.mark.parametrize("pre_tokenizer", ["deepseek-r1-qwen", "llama-bpe"])
 def test_special_tokens_with_other_letters_than_bytes_are_one_token(pre_tokenizer, tmp_path):
-    begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+    begin_token, end_token = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
     tokenizer, ids = load_byte_level_tokenizer(
         tmp_path,
-        tokens=[begin, end, "<｜User｜>", "<think>", "<я>"],
+        tokens=[begin_token, end_token, "<｜User｜>", "<think>", "<я>"],
         kinds=[3, 3, 3, 4, 4],
         pre_tokenizer=pre_tokenizer,
-        bos_token_id=begin,
-        eos_token_id=end,
+        bos_token_id=begin_token,
+        eos_token_id=end_token,
     )
-    pieces = ["<｜User｜>", "a", "<think>", "b", "<я>", end]
+    pieces = ["<｜User｜>", "a", "<think>", "b", "<я>", end_token]
     token_ids = tokenizer.encode("".join(pieces), add_special_tokens=False)
     assert token_ids == [ids[piece] for piece in pieces]
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == "a<think>b<я>"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids[begin], ids[end])
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ids[begin_token], ids[end_token])
     assert len(tokenizer) == len(ids)
 
 

@@ -104,8 +104,8 @@ def test_the_second_use_of_an_image_runs_no_encoder(embedder):
     vectors = embedder.encode(inputs)
     assert features.num_encoded == num_encoded + 2
     assert features.num_reused == num_reused + 4
-    for each, vector in zip(inputs, vectors, strict=True):
-        np.testing.assert_array_equal(embedder.encode(each)[0], vector)
+    for image_and_text, vector in zip(inputs, vectors, strict=True):
+        np.testing.assert_array_equal(embedder.encode(image_and_text)[0], vector)
     assert features.num_encoded == num_encoded + 2
 
 

@@ -9,9 +9,10 @@ from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.pooling.loading import integer_weights
 
 
-def cosines(first, second):
-    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    return (first * second).sum(1) / norms
+def cosines(vectors, expected):
+    """Return the cosine between each vector and its expected vector."""
+    norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(expected, axis=1)
+    return (vectors * expected).sum(1) / norms
 
 
 @pytest.mark.parametrize(
@@ -21,31 +22,34 @@ def test_embeddings_with_8_bits_are_close_to_those_with_unrounded_weights(
     family, dtype, encoder_of, texts
 ):
     folder = encoder_of(family)
-    plain = Embedder(folder, num_threads=1, dtype="float32").encode(texts)
+    unrounded_vectors = Embedder(folder, num_threads=1, dtype="float32").encode(texts)
     rounded = Embedder(folder, num_threads=1, dtype=dtype, weight_dtype="int8")
-    assert cosines(plain, rounded.encode(texts)).min() > 0.995
+    assert cosines(unrounded_vectors, rounded.encode(texts)).min() > 0.995
     layers = rounded._engine._model._loaded.encoder.model.modules()
     assert any(isinstance(layer, GroupedLinear) for layer in layers)
 
 
 def test_4_bits_round_more_than_8_bits(encoder_of, texts):
     folder = encoder_of("bert")
-    plain = Embedder(folder, num_threads=1).encode(texts)
-    rounded = {
+    unrounded_vectors = Embedder(folder, num_threads=1).encode(texts)
+    rounded_vectors = {
         dtype: Embedder(folder, num_threads=1, weight_dtype=dtype).encode(texts)
         for dtype in ("int8", "int4")
     }
-    smallest_cosines = {dtype: cosines(plain, vectors).min() for dtype, vectors in rounded.items()}
+    smallest_cosines = {
+        dtype: cosines(unrounded_vectors, vectors).min()
+        for dtype, vectors in rounded_vectors.items()
+    }
     assert 0.9 < smallest_cosines["int4"] < smallest_cosines["int8"] < 1 - 1e-7
 
 
 def test_scores_with_8_bits_are_close_to_those_with_unrounded_weights(encoder_of, texts):
     folder = encoder_of("bert", "sequence", num_labels=1)
     pairs = [(texts[0], text) for text in texts]
-    plain = Reranker(folder, num_threads=1).score(pairs)
-    rounded = Reranker(folder, num_threads=1, weight_dtype="int8").score(pairs)
-    assert np.abs(plain - rounded).max() < 0.02
-    assert (plain != rounded).any()
+    unrounded_scores = Reranker(folder, num_threads=1).score(pairs)
+    rounded_scores = Reranker(folder, num_threads=1, weight_dtype="int8").score(pairs)
+    assert np.abs(unrounded_scores - rounded_scores).max() < 0.02
+    assert (unrounded_scores != rounded_scores).any()
 
 
 def test_a_gpu_is_refused_by_name(monkeypatch):

@@ -266,11 +266,11 @@ def test_the_settings_of_saved_splade_modules_are_used(
     }
     (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
 
-    found = results_of(folder, [PoolingItem(text=each) for each in texts])
+    vectors = results_of(folder, [PoolingItem(text=each) for each in texts])
 
     model = SparseEncoder(str(folder), device="cpu")
     expected = model.encode(texts, convert_to_sparse_tensor=False).numpy()
-    assert_sparse_vectors_equal(found, expected)
+    assert_sparse_vectors_equal(vectors, expected)
 
 
 def assert_sparse_vectors_equal(vectors, expected):

@@ -74,11 +74,12 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
     """
     first_tag, *other_tags = tag_parts(whitespace + marker)
     regexes = [marker_prefix_regex(first_tag)]
-    complete_tags = re.escape(first_tag)
-    for tag in other_tags:
+    complete_tags_regex = re.escape(first_tag)
+    for next_tag in other_tags:
         # The text ends directly after the complete tags (`\Z`), or inside the next tag.
-        regexes.append(rf"{complete_tags}\s*(?:\Z|{marker_prefix_regex(tag)})")
-        complete_tags += r"\s*" + re.escape(tag)
+        text_end_regex = rf"(?:\Z|{marker_prefix_regex(next_tag)})"
+        regexes.append(rf"{complete_tags_regex}\s*{text_end_regex}")
+        complete_tags_regex += r"\s*" + re.escape(next_tag)
     return regexes
 
 

@@ -158,9 +158,8 @@ def _text_after_reasoning(
 def _wrapper_beside_calls(text_of_call: str, text_of_both: str) -> Wrapper | None:
     """Return the markers around CONTENT_TEXT in `text_of_both`, an answer with content and a call.
 
-    `text_of_call` is an answer with only a tool call. If this answer starts with the same markers,
-    without content between them, the markers do not belong to the tool call. Otherwise, return
-    None.
+    The markers belong to the content if `text_of_call`, an answer with only a tool call, starts
+    with the same two markers, without content between them. Otherwise, return None.
 
     >>> _wrapper_beside_calls("<say></say><call>", f"<say>{CONTENT_TEXT}</say><call>")
     Wrapper(open='<say>', close='</say>')

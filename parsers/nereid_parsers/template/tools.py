@@ -189,16 +189,16 @@ def _add_format(
 
     Mutates: `undecided`. If the tool section is invalid, a sentence with the reason is appended.
     """
-    with_form = _add_form(findings, call_format)
+    findings_with_form = _add_form(findings, call_format)
     try:
         section = _tool_section(call_format)
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
-        return with_form
+        return findings_with_form
     section_with_all_calls = add_call_without_arguments(section, call_format, texts.no_arguments)
     # Related models may write tool calls with other markers. `add_family_variants` adds
     # descriptions of these tool calls.
-    return replace(with_form, part=add_family_variants(section_with_all_calls))
+    return replace(findings_with_form, part=add_family_variants(section_with_all_calls))
 
 
 def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:

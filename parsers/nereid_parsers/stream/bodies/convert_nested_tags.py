@@ -108,15 +108,15 @@ class NestedReader(StepReader):
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
-        stop_match = self._match_stop_marker(text, pos)
-        is_stop_marker = isinstance(stop_match, int)  # The end of the matched marker.
-        if is_stop_marker:
+        stop_marker_end = self._match_stop_marker(text, pos)
+        if isinstance(stop_marker_end, int):
             self._end_call()
             return pos
         if text.startswith(self._tag_prefix, pos):
             return self._read_tag(text, pos)
-        is_incomplete = stop_match is NEED_MORE or self._tag_prefix.startswith(text[pos:])
-        if is_incomplete and not self.is_final:
+        may_become_stop_marker = stop_marker_end is NEED_MORE
+        may_become_tag = self._tag_prefix.startswith(text[pos:])
+        if (may_become_stop_marker or may_become_tag) and not self.is_final:
             return NEED_MORE
         return self._reject(pos)
 

@@ -186,18 +186,16 @@ class StringReader:
         If `is_final` is true, no more text will arrive.
         """
         quote_end = pos + len(self._quote)
-        if not self._may_occur_inside:
-            self.is_closed = True
-            return quote_end
-        max_end = quote_end + _MAX_LOOKAHEAD_CHARS
-        text_after = self._match_text_after(text, quote_end, max_end)
-        if text_after is None:
-            self._output.append(escape_json(self._quote))
-            return quote_end
-        # If the match ends at the end of the text, later characters may change the decision.
-        may_change = text_after.end() == len(text) and len(text) < max_end
-        if may_change and not is_final:
-            return pos
+        if self._may_occur_inside:
+            max_end = quote_end + _MAX_LOOKAHEAD_CHARS
+            text_after = self._match_text_after(text, quote_end, max_end)
+            if text_after is None:  # The quote is a part of the string.
+                self._output.append(escape_json(self._quote))
+                return quote_end
+            # If the match ends at the end of the text, later characters may change the decision.
+            may_change = text_after.end() == len(text) and len(text) < max_end
+            if may_change and not is_final:
+                return pos
         self.is_closed = True
         return quote_end
 
@@ -232,7 +230,7 @@ class StringReader:
         letter_end = pos + 2
         num_digits = _NUM_HEX_DIGITS[text[pos + 1]]
         digits = text[letter_end : letter_end + num_digits]
-        is_hex = _HEX_DIGITS.issuperset(digits)
+        is_hex = _HEX_DIGITS.issuperset(digits)  # True also if no digit has arrived.
         if is_hex and len(digits) < num_digits and not is_final:
             return pos
         is_complete = is_hex and len(digits) == num_digits

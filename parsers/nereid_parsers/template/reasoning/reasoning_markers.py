@@ -221,7 +221,8 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     r"""Return the markers around the content that follows the reasoning, or None if there are none.
 
     `before_content` is the text between the closing marker of reasoning and the content. If this
-    text is blank, the result is None. `after_content` is the text after the content.
+    text is blank, the result is None. `after_content` is the text after the content. The first
+    marker in this text may close the content.
 
     >>> content_wrapper("\n<answer>\n", "</answer><|im_end|>")
     Wrapper(open='<answer>\n', close='</answer>')

@@ -20,6 +20,8 @@ router = APIRouter(tags=["Batches"])
 
 Json = dict[str, Any]
 
+_MIN_PART_BYTES = 64 * 1024
+
 
 @router.post("/v1/files", summary="Upload a file")
 async def upload_file(request: Request) -> Json:
@@ -104,7 +106,8 @@ async def _receive(request: Request, form: FormReader) -> None:
     except TimeoutError:
         raise ApiError(
             408,
-            f"The frontend received no part of the file for {limit_s} s (receive_timeout_s)",
+            f"The frontend received less than {_MIN_PART_BYTES} bytes of the file within {limit_s} "
+            "s (receive_timeout_s)",
             code="timeout",
             headers={"Connection": "close"},
             limit="receive_timeout_s",
@@ -113,15 +116,19 @@ async def _receive(request: Request, form: FormReader) -> None:
 
 
 async def _next_part(stream: AsyncGenerator[bytes], limit_s: float) -> bytes | None:
-    """Return the next part of a body, or None at the end of the body.
+    """Return the next bytes of a body, or None at the end of the body.
 
-    The time limit applies to each part separately, so the upload of a large file may take longer. A
-    limit of 0 means no limit.
+    The time limit applies to each `_MIN_PART_BYTES` bytes separately, so the upload of a large file
+    may take longer. If it applied to each received piece, a client could send one byte a minute,
+    and its uploads would count as running requests for ever. A limit of 0 means no limit.
 
-    Raises: TimeoutError if the part does not arrive in time.
+    Raises: TimeoutError if the bytes do not arrive in time.
     """
+    data = bytearray()
     async with asyncio.timeout(limit_s or None):
-        return await anext(stream, None)
+        while len(data) < _MIN_PART_BYTES and (piece := await anext(stream, None)) is not None:
+            data += piece
+    return bytes(data) or None
 
 
 def _upload_fields(fields: dict[str, str]) -> Json:

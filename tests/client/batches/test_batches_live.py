@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import time
 
@@ -363,7 +364,8 @@ def test_uploads_over_a_limit_leave_nothing_behind(tmp_path):
             client.files.create(file=b"{}", purpose="batch")
 
 
-def test_an_upload_that_stops_is_ended(tmp_path):
+@pytest.mark.parametrize("drip", [b"", b"a"])
+def test_an_upload_that_stops_or_sends_single_bytes_is_ended(tmp_path, drip):
     folder = tmp_path / "folder"
     settings = {"batch_folder": str(folder), "receive_timeout_s": 1}
     with (
@@ -375,6 +377,12 @@ def test_an_upload_that_stops_is_ended(tmp_path):
             b"POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n"
             b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
         )
+        for _ in range(50):
+            connection.sendall(drip)
+            if select.select([connection], [], [], 0.2)[0]:
+                break
+        else:
+            pytest.fail("the upload was not ended within ten seconds")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
         wait_for(lambda: not os.listdir(folder / "uploads"))
 

@@ -33,7 +33,7 @@ from nereid_parsers.format import (
     ToolSection,
     Wrapper,
 )
-from parsers.support import TOOLS, calls, counted_ids, parsed, stream, tool
+from parsers.support import TOOLS, calls, counted_ids, parsed, stream, stream_at, tool
 
 HERMES = get_format("hermes")
 QWEN = get_format(reasoning="qwen3", tools="hermes")
@@ -913,6 +913,8 @@ def test_a_name_ends_at_a_bracket_that_is_not_ascii():
 def test_a_call_ends_before_the_next_one_if_a_marker_separates_its_arguments(offered, size):
     fmt = fmt_of(Call(TaggedArguments("{key}=", "<sep>"), "<call>", "{name} ", "</call>"))
     text = "<call>f a=x</call><call>f a=y</call> z<sep>c=2</call>"
+    for cut in range(1, len(text)):
+        assert fold(stream_at(fmt, text, [cut], tools=offered)) == parsed(fmt, text, tools=offered)
     message = parsed(fmt, text, size, tools=offered)
     assert calls(message) == [("f", {"a": "x"}), ("f", {"a": "y</call> z", "c": "2"})]
     assert not message.content

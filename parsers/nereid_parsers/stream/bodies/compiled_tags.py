@@ -354,8 +354,13 @@ class CompiledTags:
         Another tool call must call one of the offered `tools`, if they are known.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
-        if not self._tag_starts and self._is_before_next_call(text[pos:search_end], tools):
-            return MarkerRole.AFTER_VALUE
+        is_search_complete = is_final or len(text) >= search_end
+        if not self._tag_starts:  # No fixed text shows where an argument starts.
+            next_call = self._match_later_call(text[pos:search_end], is_search_complete, tools)
+            if next_call is NEED_MORE:
+                return MarkerRole.UNDECIDED
+            if next_call is not NO_MATCH:
+                return MarkerRole.AFTER_VALUE
         for tag in self._close_or_tag_start_regex.finditer(text, pos, search_end):
             is_closing_marker = tag["close"] is not None
             if is_closing_marker:
@@ -363,7 +368,6 @@ class CompiledTags:
             if self._starts_next_call(text, pos, opening_pos=tag.start(), tools=tools):
                 return MarkerRole.AFTER_VALUE
             # The value may contain an opening tag that starts no tool call. The search continues.
-        is_search_complete = is_final or len(text) >= search_end
         return MarkerRole.AFTER_VALUE if is_search_complete else MarkerRole.UNDECIDED
 
     def _starts_next_call(self, text: str, pos: int, opening_pos: int, tools: Tools) -> bool:
@@ -383,18 +387,26 @@ class CompiledTags:
         is_directly_before_opening = skip_whitespace(text, head.end) == opening_pos
         return is_directly_before_opening and _is_offered(head, tools)
 
-    def _is_before_next_call(self, text: str, tools: Tools) -> bool:
-        """Return whether only markers precede the next tool call and its first argument.
+    def _match_later_call(self, text: str, is_final: bool, tools: Tools) -> TagOpening | Mismatch:
+        """Match markers such as `</call>`, the header of a tool call, and its first argument.
 
-        Example: the result is True for `</call><call>f a=1` if arguments look like `a=1`. In such a
-        format, no fixed text shows where an argument starts.
+        Examples, if arguments look like `a=1`:
+
+            `</call><call>f a=1`   a `TagOpening`
+            `</call><ca`           NEED_MORE
+            `</call> text`         NO_MATCH
         """
         head_start = self._skip_markers_between_calls(text, 0, len(text))
-        head = self._head.match(text, head_start, is_final=False)
-        if not isinstance(head, PatternMatch) or not _is_offered(head, tools):
-            return False
-        first_argument = skip_whitespace(text, head.end)
-        return isinstance(self.match(text, first_argument, is_final=False), TagOpening)
+        markers = self._markers_between_calls
+        is_cut_off = any(match_marker(each, text, head_start) is NEED_MORE for each in markers)
+        if is_cut_off and not is_final:
+            return NEED_MORE
+        head = self._head.match(text, head_start, is_final)
+        if not isinstance(head, PatternMatch):
+            return head
+        if not _is_offered(head, tools):
+            return NO_MATCH
+        return self.match(text, skip_whitespace(text, head.end), is_final)
 
     def _skip_markers_between_calls(self, text: str, pos: int, end: int) -> int:
         """Return the position after the markers that are between `pos` and `end`.

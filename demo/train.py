@@ -353,7 +353,9 @@ class Progress:
 
 
 class Run:
-    """A training run that can be stopped after any 100 steps and continued with the same result.
+    """A training run that can be interrupted and continued with the same result.
+
+    The run stores its state after every 100 steps.
 
     The work folder contains the last checkpoint and `state.pt`, which contains the recipe, the
     progress and the state of the optimizers. A run can start from the weights of a checkpoint; the

@@ -178,7 +178,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlavaForCo
 
 @dataclass(frozen=True)
 class Row:
-    """Questions about a drawing, each in a branch that follows the drawing.
+    """A training sequence: a drawing, and questions about it. Each question is a branch of its own.
 
     Attributes:
         images: the drawings, in the order of their placeholders.
@@ -371,7 +371,7 @@ class Trainer:
         return patch_loss + self._text_loss(rows, features) if has_text else patch_loss
 
     def _patch_loss(self, rows: list[Row], features: Tensor) -> Tensor:
-        """Return the sum of the cross entropies of the attributes of the patches.
+        """Return the loss of the patches: the cross entropies of their attributes, added.
 
         Args:
             rows: the rows.

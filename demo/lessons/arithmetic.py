@@ -125,7 +125,7 @@ def products(rng: Random) -> Candidate[Exchange]:
 
 @lesson
 def too_large(rng: Random) -> Candidate[Exchange]:
-    """Ask with numbers that are too large for the model. The answer says so."""
+    """Ask for a calculation with numbers that are too large, which the answer declines."""
     a, b, wordings = _large_numbers(rng)
     if rng.random() < 0.5:
         a, b = b, a

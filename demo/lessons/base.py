@@ -101,7 +101,7 @@ def lesson(propose: Callable[[Random], Candidate[T]]) -> Lesson[T]:
 
 
 def plain(skill: str, user: str, *, reasoning: str, answer: str) -> Exchange:
-    """Return an exchange without tools."""
+    """Return an exchange in which no tool is called."""
     reply = {"role": "assistant", "reasoning_content": reasoning, "content": answer}
     return Exchange(skill, ({"role": "user", "content": user}, reply))
 

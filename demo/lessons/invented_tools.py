@@ -235,7 +235,7 @@ _person = _text_kind(
 
 
 def _counted(rng: Random) -> _Invented:
-    """Invent a number of things, such as `num_guests` with the phrase ` for {v} guests`."""
+    """Invent a parameter that counts, such as `num_guests` with the phrase ` for {v} guests`."""
     noun = rng.choice(_NUMBER_KEYS)
     key = rng.choice((noun, noun, f"num_{noun}", f"number_of_{noun}", f"max_{noun}"))
     phrase = rng.choice(
@@ -246,7 +246,7 @@ def _counted(rng: Random) -> _Invented:
 
 
 def _named_number(rng: Random) -> _Invented:
-    """Invent a number with a name, such as `max_price` with the phrase ` and max price {v}`."""
+    """Invent a number parameter, such as `max_price` with the phrase ` and max price {v}`."""
     key = rng.choice(_NUMBER_NAMES)
     if rng.random() >= 0.7:
         key = f"{rng.choice(('max', 'min', 'total', 'new', 'target'))}_{key}"
@@ -408,7 +408,10 @@ def _thing(rng: Random, held_out: bool) -> list[str]:
 
 
 def invent(rng: Random, held_out: bool) -> Family:
-    """Invent a family of one tool. Training never names the objects of held-out tools."""
+    """Invent a tool, and return it as a `Family` that contains only this tool.
+
+    The training data never contain the objects of held-out tools.
+    """
     thing = _thing(rng, held_out)
     noun = " ".join(thing)
     is_query = rng.random() < 0.5

@@ -454,7 +454,7 @@ def fact(rng: Random) -> Fact:
 
 
 def question_lesson(skill: str, ask: Ask) -> Lesson[Exchange]:
-    """Make a lesson of a kind of question. It is held out by the question's words."""
+    """Make a lesson of a kind of question. The words of the question decide what is held out."""
 
     @lesson
     def draw_exchange(rng: Random) -> Candidate[Exchange]:

@@ -102,7 +102,7 @@ def _draw_text(rng: Random) -> _Text:
 
 @lesson
 def read(rng: Random) -> Candidate[Exchange]:
-    """Ask about passages that the system message contains. They are held out by their words."""
+    """Ask about passages in the system message. The passages' words decide what is held out."""
     text = _draw_text(rng)
     system = "\n".join([rng.choice(_HEADS), *text.passages])
     skill, messages = "answers from passages", ({"role": "system", "content": system},)

@@ -66,12 +66,15 @@ class Library:
 
 
 def fixed_library() -> Library:
-    """Return the library of the demo's own world."""
+    """Return all passages and questions about the fixed world of the demo."""
     return make_library(PEOPLE, PLACES)
 
 
 def random_library(rng: Random) -> Library:
-    """Draw a world with as many people and places as the fixed world, and return its library."""
+    """Return passages and questions about random people and places.
+
+    There are as many people and places as in the fixed world.
+    """
     cities = _distinct(len(PLACES), lambda: rng.choice((made_up(rng), rng.choice(CITIES))))
     names = _distinct(len(PEOPLE), lambda: rng.choice((made_up(rng), rng.choice(FIRST_NAMES))))
     jobs = rng.sample(JOBS, len(names))

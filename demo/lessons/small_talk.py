@@ -101,7 +101,7 @@ def talk(rng: Random) -> Candidate[Exchange]:
 
 
 def _vary_chat(rng: Random, text: str) -> str:
-    """Return a short message with another end, with an opener or in lower case.
+    """Return a short message in a variation: another end, an additional opener, or lower case.
 
     Example: `Hello there` can become `Well, hello there!!`.
     """

@@ -351,7 +351,7 @@ def _sum(rng: Random) -> _Task:
 
 
 def _asked(ask: knowledge.Ask) -> Callable[[Random], _Task]:
-    """Return a function that draws a question of common knowledge and an object as the answer."""
+    """Return a function that draws a question of common knowledge. The answer is a JSON object."""
 
     def draw_task(rng: Random) -> _Task:
         fact = ask(rng)
@@ -414,7 +414,7 @@ _KINDS = (
 
 @lesson
 def answer_with_object(rng: Random) -> Candidate[Exchange]:
-    """Answer with a JSON object of prescribed keys. It is held out by the request and the keys."""
+    """Answer with an object of prescribed keys. Request and keys decide what is held out."""
     (kind,) = rng.choices(_KINDS, [kind.weight for kind in _KINDS])
     task = kind.draw_task(rng)
     user = vary(rng, task.request)

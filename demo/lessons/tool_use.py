@@ -91,7 +91,7 @@ def _object_schema(rng: Random, parameters: list[Parameter], keys: dict[str, str
 
 
 def make_tool(rng: Random, family: Family, held_out: bool = False) -> Tool:
-    """Offer a tool of a family under one of its names, with some of the optional parameters.
+    """Offer a tool of `family` under one of the names in it, with some of the optional parameters.
 
     If `held_out` is true, the name and the keys are those that training never shows.
     """

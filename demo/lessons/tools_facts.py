@@ -35,7 +35,7 @@ _OPERATORS = {
 
 
 def _fill_weather(rng: Random) -> Filled:
-    """Draw the city, the unit and the days of a forecast. The unit may have a capital."""
+    """Draw the city, the unit and the days of a forecast. The unit may have a capital letter."""
     unit = rng.choice(("celsius", "fahrenheit"))
     written = unit.capitalize() if rng.random() < 0.4 else unit
     values = {"city": words.city(rng), "unit": unit, "days": rng.randint(1, 10)}
@@ -91,7 +91,7 @@ def _fill_zone(rng: Random) -> Filled:
 
 
 def _binary(word: str, symbol: str, names: str, requests: str) -> Family:
-    """Make the family of a tool for one arithmetic operation."""
+    """Make the `Family` of a tool that computes one arithmetic operation."""
     return family(
         word,
         names,

@@ -204,7 +204,7 @@ _OPENINGS = ("", "", "", "", "Hello! ", "Hi! ", "OK. ", "Now: ", "Hey, ", "Next:
 
 @lesson
 def write(rng: Random) -> Candidate[Exchange]:
-    """Ask for a story, a poem or a joke. It is held out by the words of the request.
+    """Ask for a story, a poem or a joke. The words of the request decide what is held out.
 
     Several texts are right, so the message lists them all in `alternatives`.
     """

@@ -45,7 +45,7 @@ _OPTIONS = {
     "--cpu-time": Option(False, "measure the CPU time of the process"),
 }
 
-# A function that computes a layer. The argument maps each number of inputs to an input matrix.
+# A function that computes a layer. The argument maps the number of inputs of a layer to a matrix.
 Layer = Callable[[dict[int, Tensor]], object]
 
 

@@ -1,7 +1,7 @@
-"""The four calls of the GPU benchmarks, and the parts of each call.
+"""The GPU benchmarks, divided into four calls. A call consists of several parts.
 
-A call runs on a machine that is lent for a few minutes, and ends before the machine must be
-returned. Each part is a separate program with a time limit. If a kernel fails or hangs, only its
+A call is one command. It runs on a machine that is available for a few minutes, and ends before
+this time is over. Each part is a separate program with a time limit. If a kernel fails or hangs, only its
 part ends.
 """
 

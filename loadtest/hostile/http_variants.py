@@ -24,7 +24,7 @@ def attacks() -> Iterator[Attack]:
 
 
 def _framing() -> Iterator[Attack]:
-    """Yield requests whose length servers and proxies may read differently."""
+    """Yield requests for which a server and a proxy may determine different lengths."""
     size = b"%x" % len(BODY)
     chunk = size + b"\r\n" + BODY + b"\r\n0\r\n\r\n"
     sends = {

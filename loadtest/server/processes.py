@@ -67,7 +67,7 @@ def _supervisor(served: Served) -> psutil.Process:
 
 
 def _unused_name(name: str, used: Container[str]) -> str:
-    """Return `name`, or a name such as "engine 2" if `name` is used."""
+    """Return `name`, or a name such as "engine 2" if `name` is already taken."""
     names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
     return next(one for one in names if one not in used)
 

@@ -130,8 +130,8 @@ def start_requests(all_settings, lengths):
     return scheduler
 
 
-# The lengths differ so much that the attention code divides the sequences with one new token into
-# groups.
+# Each of the sequences has one new token. Their lengths differ so much that the attention code
+# divides the sequences into groups.
 PROMPT_LENGTHS = [3 if number % 3 else 700 for number in range(len(REQUEST_SETTINGS))]
 
 

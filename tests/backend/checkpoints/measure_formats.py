@@ -1,4 +1,4 @@
-"""Measures every format of quantised weights: equal tokens, memory, and speed on this machine.
+"""Measures the memory, the speed and the equal tokens of every format of quantised weights.
 
     python tests/backend/checkpoints/measure_formats.py            all formats, as a Markdown table
     python tests/backend/checkpoints/measure_formats.py AWQ GGUF   formats with these first words

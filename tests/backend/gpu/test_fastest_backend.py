@@ -44,7 +44,7 @@ class ReferenceBackend:
         call, batch = inputs.call, inputs.batch
         cache = KVCache([call.spec], num_blocks=1, block_size=1, dtype=out.dtype, device=CPU)
         cache.keys, cache.values = [call.keys], [call.values]
-        # Without new keys and values, all of them are in the cache, so NaN must not be read.
+        # A call without new keys and values reads the cache only. It must not read these NaN.
         unread = torch.full_like(inputs.query[: call.spec.num_kv_heads], float("nan"))
         key, value = inputs.new or (unread, unread)
         attended = reference.attend((inputs.query, key, value), 0, cache, batch, scale=call.scale)

@@ -405,7 +405,7 @@ def test_text_parts_may_have_the_types_of_the_responses_api(part_type):
 
 
 def call_with_id(chat, call_id):
-    """Return the call in `chat` and its result, the last two messages, with another id."""
+    """Return copies of the call and its result, the last messages of `chat`, with another id."""
     _, assistant, result = chat
     call = {**assistant["tool_calls"][0], "id": call_id}
     return [{**assistant, "tool_calls": [call]}, {**result, "tool_call_id": call_id}]

@@ -41,19 +41,20 @@ def gptq_format(settings: Settings) -> Format:
             f"the GPTQ format {format_name} with {bits} bits is not supported. The supported "
             f"formats are gptq and gptq_v2 with {', '.join(map(str, _BITS))} bits"
         )
-    # In the format gptq, the file contains `zero - 1` for each zero. In gptq_v2, it contains
-    # `zero`.
-    has_offset = format_name == "gptq"
     group_size = settings.get("group_size")
-    has_groups = isinstance(group_size, int) and group_size > 0
+    if not isinstance(group_size, int) or group_size <= 0:
+        group_size = None
+    # In the format gptq, the file contains `zero - 1` for each zero. In gptq_v2, the file contains
+    # `zero`.
+    decode = partial(_decode, group_size=group_size, has_offset=format_name == "gptq")
+    # The tensors contain the integers, the zero and the scale of each group of inputs, and the
+    # group of each input. The integers are packed into 32-bit words.
     layout = Layout(
-        main=".qweight",  # the integers
-        others=(".qzeros", ".scales"),  # one zero and one scale for each group of inputs
-        decode=partial(
-            _decode, group_size=group_size if has_groups else None, has_offset=has_offset
-        ),
-        optional=(".g_idx",),  # the group of each input
-        numbers_per_element=32 / bits,  # The integers are packed into 32-bit words.
+        main=".qweight",
+        others=(".qzeros", ".scales"),
+        decode=decode,
+        optional=(".g_idx",),
+        numbers_per_element=32 / bits,
         has_integers=True,
     )
     return Format((layout,))

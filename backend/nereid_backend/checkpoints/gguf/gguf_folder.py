@@ -210,19 +210,23 @@ def _chat_template(file: GgufFile) -> str | dict[str, str] | None:
         ModelError: if a template is not a text.
     """
     key = "tokenizer.chat_template"
-    templates = {
-        name.removeprefix(key).removeprefix(".") or "default": template
-        for name, template in file.metadata.items()
-        if name == key or name.startswith(f"{key}.")
-    }
-    for name, template in templates.items():
+    templates = {}
+    for field, template in file.metadata.items():
+        if field == key:
+            name = "default"
+        elif field.startswith(f"{key}."):
+            name = field.removeprefix(f"{key}.")
+        else:
+            continue
         if not isinstance(template, str):
             raise ModelError(
                 f"{file.path}: the template {name!r} ({key}) must be a text, but it is "
                 f"{template!r}. Download the file again."
             )
-    default = templates.get("default")
-    return default if default is None or len(templates) == 1 else templates
+        templates[name] = template
+    if "default" not in templates:
+        return None
+    return templates if len(templates) > 1 else templates["default"]
 
 
 def _bos_and_eos_settings(file: GgufFile, values: Mapping[str, Any]) -> dict[str, bool]:

@@ -218,8 +218,12 @@ def _num_reordered_heads(
     """
     if not ARCHITECTURES[file.architecture].has_rotated_pairs:
         return None
-    layer_part = tensor_name.split(".")[-2]  # such as "attn_q"
-    return {"attn_q": num_heads, "attn_k": num_kv_heads}.get(layer_part)
+    layer_name, _, _ = tensor_name.rpartition(".")  # such as "blk.3.attn_q"
+    if layer_name.endswith(".attn_q"):
+        return num_heads
+    if layer_name.endswith(".attn_k"):
+        return num_kv_heads
+    return None
 
 
 def _offset(name: str, file: GgufFile) -> float:

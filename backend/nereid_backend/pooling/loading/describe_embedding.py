@@ -53,10 +53,11 @@ def describe_embedding(
 ) -> CheckpointSpec:
     """Return the description of an embedding checkpoint.
 
-    There are four types of models: SPLADE models with sparse output, vision-language models for
-    retrieval such as ColPali, models with a text tower and an image tower such as CLIP, and models
-    that return or pool token vectors. The first type in this order that matches is chosen. The type
-    determines the fields `kinds` and `loader`.
+    The first of these types of models that matches determines the fields `kinds` and `loader`:
+    - SPLADE models with sparse output, either by the setting `pooling` or by a module,
+    - vision-language models for retrieval, such as ColPali,
+    - models with a text tower and an image tower, such as CLIP,
+    - models that return or pool token vectors.
 
     Args:
         base: the fields that every task has.
@@ -66,7 +67,7 @@ def describe_embedding(
     """
     if settings.pooling == "splade":
         return replace(base, kinds=("sparse",), loader=MASKED)
-    # The modules that follow the transformers model.
+    # The modules that follow the transformers model. A Dropout changes vectors only in training.
     later_modules = [module for module in modules[1:] if module.kind != "Dropout"]
     splade = find_config(later_modules, "SpladePooling")
     if splade is not None:
@@ -204,29 +205,34 @@ def _colbert_modules(root: Path, later_modules: list[ModuleSpec]) -> tuple[Modul
 def _check_multi_vector_modules(
     root: Path, later_modules: list[ModuleSpec], *, is_colbert: bool
 ) -> None:
-    """Raise an error if a checkpoint without a module `Pooling` does not define its output.
+    """Raise an UnsupportedModelError if the module list of a multi-vector model is not supported.
 
-    Without pooling, the output must be one vector for each token. This is the case for ColBERT, and
-    for a checkpoint with a module that converts or removes token vectors.
+    ColBERT always returns one vector for each token. Another checkpoint must have a module that
+    converts or removes token vectors. Otherwise, its output is unknown.
 
     Args:
         root: the folder of the checkpoint.
-        later_modules: the modules that follow the transformers model.
-        is_colbert: whether the checkpoint has a format in which all checkpoints return one vector
-            for each token: the format of PyLate or of Stanford's ColBERT.
-
-    Raises:
-        UnsupportedModelError: the output is unknown, or a module is not supported.
+        later_modules: the modules that follow the transformers model, without a Pooling module.
+        is_colbert: whether the checkpoint has the format of PyLate or of Stanford's ColBERT.
     """
-    # A MultiVectorMask removes the vectors of some tokens, such as punctuation.
+    # The module MultiVectorMask removes the vectors of some tokens, such as punctuation.
     mask = find_config(later_modules, "MultiVectorMask")
-    has_token_modules = mask is not None or any(module.maps_tokens for module in later_modules)
-    if not is_colbert and not has_token_modules:
+    if mask is not None:
+        _refuse_token_list(root, mask)
+        return
+    if not is_colbert and not any(module.maps_tokens for module in later_modules):
         raise UnsupportedModelError(
             f"{root}/modules.json: the file has no Pooling module and no module that maps "
             "token vectors, so the pooling method is not known. Set pooling."
         )
-    if mask is not None and mask.get("keep_only_token_ids"):  # removes all tokens except these
+
+
+def _refuse_token_list(root: Path, mask: dict[str, Any]) -> None:
+    """Raise an UnsupportedModelError if the config of a MultiVectorMask lists the tokens to keep.
+
+    `root` is the folder of the checkpoint.
+    """
+    if mask.get("keep_only_token_ids"):
         raise UnsupportedModelError(
             f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported. "
             "Use another checkpoint."
@@ -248,20 +254,20 @@ def _describe_dense(
         UnsupportedModelError: the checkpoint expands queries, or its pooling is not supported.
     """
     _refuse_query_expansion(base.folder)
-    description = replace(
+    dense = replace(
         base, kinds=_kinds_of_files(root), vector_modules=_vector_modules(later_modules)
     )
-    pooling_modules = [module for module in later_modules if module.kind == "Pooling"]
-    if not pooling_modules:
-        # Without a setting, `poolers` stays empty, and the model determines the pooling method.
-        return replace(description, poolers=(settings.pooling,) if settings.pooling else ())
-    pooling = pooling_modules[0]
-    return replace(
-        description,
-        poolers=_poolers_of(pooling),
-        include_prompt=bool(pooling.config.get("include_prompt", True)),
-        normalizes=ends_with_normalize(later_modules),
-    )
+    for module in later_modules:
+        if module.kind == "Pooling":
+            return replace(
+                dense,
+                poolers=_poolers_of(module),
+                include_prompt=bool(module.config.get("include_prompt", True)),
+                normalizes=ends_with_normalize(later_modules),
+            )
+    if settings.pooling is None:
+        return dense  # `poolers` stays empty, and the model determines the pooling method.
+    return replace(dense, poolers=(settings.pooling,))
 
 
 def _refuse_query_expansion(folder: Path) -> None:

@@ -37,9 +37,9 @@ def merge_consecutive_messages(
 ) -> list[dict[str, Any]]:
     r"""Merge consecutive messages of the user, and consecutive messages of the assistant.
 
-    Messages of the assistant without content and tool calls are left out, except the last message.
-    A message with tool calls is not merged with the next message. If `extends_results` is true, the
-    text of a message of the user is appended to the result of a tool before this message.
+    Messages of the assistant with neither content nor tool calls are left out, except the last
+    message. If `extends_results` is true, the text of a message of the user is appended to the
+    result of a tool before this message.
 
     Example: two messages of the user with the contents "Hi" and "Stop" become one message with the
     content "Hi\n\nStop".
@@ -50,21 +50,24 @@ def merge_consecutive_messages(
         is_last = message is messages[-1]  # The answer may continue this message.
         if message["role"] == "assistant" and not has_output and not is_last:
             continue
-        last = groups[-1][-1] if groups else {}
-        has_same_role = last.get("role") == message["role"] and message["role"] in _MERGED_ROLES
-        extends_last = extends_results and _extends_result(last, message)
-        if (has_same_role and not last.get("tool_calls")) or extends_last:
+        if groups and _can_merge(groups[-1][-1], message, extends_results=extends_results):
             groups[-1].append(message)
         else:
             groups.append([message])
     return [_merge(group) for group in groups]
 
 
-def _extends_result(last: dict[str, Any], message: dict[str, Any]) -> bool:
-    """Return whether the text of `message` can be appended to the result of a tool in `last`."""
+def _can_merge(last: dict[str, Any], message: dict[str, Any], *, extends_results: bool) -> bool:
+    """Return whether `message` is merged with the message before it, `last`.
+
+    A message with tool calls is not merged with the next message, because the result of a call
+    must follow the call. `extends_results` is explained in `merge_consecutive_messages`.
+    """
+    if last["role"] == message["role"]:
+        return message["role"] in _MERGED_ROLES and not last.get("tool_calls")
+    is_user_after_tool = last["role"] == "tool" and message["role"] == "user"
     texts = (last.get("content"), message.get("content"))
-    is_user_after_tool = last.get("role") == "tool" and message["role"] == "user"
-    return is_user_after_tool and all(isinstance(text, str) for text in texts)
+    return extends_results and is_user_after_tool and all(isinstance(text, str) for text in texts)
 
 
 def _merge(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -156,26 +156,38 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
     `{"role": "user", "content": "Hi"}`.
     """
     _check_message(message, index)
-    message = _with_thinking_as_reasoning(message, index)
-    content = message.get("content")
-    if content is None and isinstance(message.get("refusal"), str):
-        content = message["refusal"]  # OpenAI's models write a refusal instead of the content
-    converted = {**message, "content": _read_content(content, index)}
-    calls = message.get("tool_calls")
-    if not calls and message.get("function_call") is not None:
-        # In OpenAI's older API, this field contains the only call of a message.
-        calls = [{"type": "function", "function": message["function_call"]}]
+    converted = {**_with_thinking_as_reasoning(message, index)}
+    content = converted.get("content")
+    if content is None and isinstance(converted.get("refusal"), str):
+        content = converted["refusal"]  # OpenAI's models write a refusal instead of the content
+    converted["content"] = _read_content(content, index)
+    calls = _read_tool_calls(converted, index, limits)
     if calls:
-        if not isinstance(calls, list):
-            raise RequestError(
-                f"messages: the tool_calls of item {index} must be a list, but the request has "
-                f"{shown(calls)}."
-            )
-        converted["tool_calls"] = [_read_tool_call(call, index, limits) for call in calls]
+        converted["tool_calls"] = calls
     else:
         # Some chat templates fail if the list of tool calls is empty.
         converted.pop("tool_calls", None)
     return converted
+
+
+def _read_tool_calls(
+    message: Mapping[str, Any], index: int, limits: RequestLimits
+) -> list[dict[str, Any]]:
+    """Return the tool calls of the message at `index`, with parsed arguments.
+
+    In OpenAI's older API, the field function_call contains the only call of a message.
+    """
+    calls = message.get("tool_calls")
+    if not calls and message.get("function_call") is not None:
+        calls = [{"type": "function", "function": message["function_call"]}]
+    if not calls:
+        return []
+    if not isinstance(calls, list):
+        raise RequestError(
+            f"messages: the tool_calls of item {index} must be a list, but the request has "
+            f"{shown(calls)}."
+        )
+    return [_read_tool_call(call, index, limits) for call in calls]
 
 
 def _with_thinking_as_reasoning(message: dict[str, Any], index: int) -> dict[str, Any]:

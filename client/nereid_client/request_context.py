@@ -5,6 +5,8 @@ import gc
 import json
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ from nereid_client.several_models.model_control import ModelControl
 from nereid_client.streaming.completion_frame import CompletionFrame
 
 R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
 
 _LARGE_BODY_BYTES = 1 << 20
 """Bodies with more bytes are parsed one at a time. Python parses 1 MiB of JSON in about 2 ms."""
@@ -315,7 +318,10 @@ async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
     """Wait until the current client may start a request. Then return the parsed JSON body.
 
     If the requests of several clients wait, the clients start requests in turn.
+
+    Mutates: `request.state.num_body_bytes`, which becomes the size of the body.
     """
+    request.state.num_body_bytes = len(raw)
     refuse_compression(request)
     contexts = contexts_of(request)
     client = current_client.get().share  # the client's name in fair scheduling
@@ -345,31 +351,54 @@ async def _parse_large_body(raw: bytes, lock: asyncio.Lock) -> dict[str, Any]:
     """
     async with lock:
         started = time.perf_counter()
-        was_enabled = gc.isenabled()
-        gc.disable()
         try:
-            return parse_json_object(raw)
+            with _garbage_collector_disabled():
+                return parse_json_object(raw)
         finally:
-            if was_enabled:
-                gc.enable()
             # An invalid body is also followed by a pause.
             await asyncio.sleep(time.perf_counter() - started)
+
+
+@contextmanager
+def _garbage_collector_disabled() -> Iterator[None]:
+    """Disable the garbage collector in the `with` block. Only one block may run at a time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 async def read_and_validate(request: Request, kind: type[R]) -> R:
     """Read the body of a request, and convert it to an object of the pydantic class `kind`.
 
-    The validation of a large body with millions of values takes seconds. It therefore runs in a
-    thread, so that the event loop can continue with other requests. Only one large body is
-    validated at a time, because the objects of several such bodies could fill the memory.
-
     Raises: ApiError, Disconnected, as described by `read_body` and `validate`.
     """
     body = await read_body(request)
-    if len(await request.body()) <= _LARGE_BODY_BYTES:
-        return validate(kind, body)
+    return await convert(request, lambda: validate(kind, body))
+
+
+async def convert(request: Request, function: Callable[[], T], more_bytes: int = 0) -> T:
+    """Convert the body of a request with a function, and return the result of the function.
+
+    The conversion of a large body takes seconds. It therefore runs in a thread, so that the event
+    loop can continue with other requests. Only one large body is converted at a time, because the
+    objects of several such bodies could fill the memory. The garbage collector is disabled, because
+    each of its collections would stop all threads, and would find nothing.
+
+    Args:
+        request: the HTTP request, whose body has been parsed.
+        function: converts the body. It may run in another thread.
+        more_bytes: the size of other data that the function also converts.
+    """
+    num_bytes: int = request.state.num_body_bytes + more_bytes
+    if num_bytes <= _LARGE_BODY_BYTES:
+        return function()
     async with contexts_of(request).large_bodies:
-        return await asyncio.to_thread(validate, kind, body)
+        with _garbage_collector_disabled():
+            return await asyncio.to_thread(function)
 
 
 def validate(kind: type[R], body: dict[str, Any]) -> R:

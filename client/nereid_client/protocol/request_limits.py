@@ -57,6 +57,18 @@ class RequestLimits:
                 param=None,
             )
 
+    def check_size_with_references(self, num_bytes: int) -> None:
+        """Check the number of bytes of the stored items to which the field `input` refers.
+
+        Raises: ApiError 400 with the code context_length_exceeded.
+        """
+        if num_bytes > self.max_request_bytes:
+            raise self._error(
+                f"input refers to stored items with at least {num_bytes} bytes, but the limit is "
+                f"{self.max_request_bytes} bytes (max_request_bytes)",
+                param="input",
+            )
+
     def check_prompt_size(self, num_bytes: int) -> None:
         """Check the size of one prompt while the request body arrives.
 

@@ -62,6 +62,14 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
     return [_item(item, f"input[{at}]", find) for at, item in enumerate(given)]
 
 
+def ids_of_references(given: str | Sequence[Json]) -> list[str]:
+    """Return the ids in the items of the type `item_reference`. Skip ids that are not strings."""
+    if isinstance(given, str):
+        return []
+    ids = [item.get("id") for item in given if _is_reference(item)]
+    return [item_id for item_id in ids if isinstance(item_id, str)]
+
+
 def with_unique_ids(items: Sequence[Json]) -> list[Json]:
     """Give a new id to each item that has the id of an earlier item.
 
@@ -121,18 +129,23 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
     Example: {"role": "user", "content": "Hi"} returns {"id": "msg_...", "type": "message",
     "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "Hi"}]}.
     """
+    if _is_reference(item):
+        return _referenced(item, place, find)
     kind = item.get("type")
     if not kind and "role" in item:
         kind = "message"  # OpenAI's API allows messages without a type
-    has_only_id = [name for name in item if name != "type"] == ["id"]
-    if kind == "item_reference" or (not kind and has_only_id):  # the type is optional here, too
-        return _referenced(item, place, find)
     if not isinstance(kind, str) or kind not in _READERS:
         raise _wrong(f"{place}.type", f"one of {', '.join(_READERS)}, item_reference", kind)
     has_id = item.get("id") is not None
     item_id = _string(item, "id", place) if has_id else new_id(kind)
     read_fields = _READERS[kind]
     return {"id": item_id, "type": kind, **read_fields(item, place)}
+
+
+def _is_reference(item: Mapping[str, Any]) -> bool:
+    """Return whether an item is an `item_reference`, whose type is optional."""
+    kind = item.get("type")
+    return kind == "item_reference" or (not kind and item.keys() - {"type"} == {"id"})
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:

@@ -284,13 +284,18 @@ class Store:
         rows = self._database.rows("SELECT id FROM items WHERE response_id = ?", (response_id,))
         return tuple(item_id for (item_id,) in rows)
 
-    def find_item(self, item_id: str) -> Json | None:
-        """Return the output item with this id, or None if no stored response contains it."""
+    def find_items(self, item_id: str) -> dict[str, Json]:
+        """Return all output items of the response that contains the item with this id.
+
+        Returns: a mapping from ids to items, which is empty if no stored response contains the
+            item. A request often refers to several items of one response, so all of its items are
+            returned after the response has been parsed once.
+        """
         row = self._database.row("SELECT response_id FROM items WHERE id = ?", (item_id,))
         record = self.find(row[0]) if row is not None else None
         if not isinstance(record, StoredResponse):
-            return None
-        return next(item for item in record.output if item["id"] == item_id)
+            return {}
+        return {item["id"]: item for item in record.output}
 
     def delete(self, response_id: str) -> None:
         """Delete a stored response.

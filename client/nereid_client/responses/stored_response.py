@@ -53,6 +53,12 @@ class StoredResponse:
         items: list[Json] = json.loads(self.response)["output"]
         return items
 
+    @property
+    def conversation(self) -> list[Json]:
+        """All items that the model read, followed by the output items of the response."""
+        input_items: list[Json] = json.loads(self.input_items)
+        return input_items + self.output
+
 
 class Running(Protocol):
     """A response that is being generated in the background."""

@@ -16,6 +16,7 @@ from nereid_client.language_model.backend import Generation
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.request_context import (
     context_of,
+    convert,
     name_of_model,
     read_prompt_body,
     to_json,
@@ -29,7 +30,12 @@ from nereid_client.responses.background_responses import (
     stored_events,
 )
 from nereid_client.responses.chat_translation import RESPONSES_FIELD_NAMES, chat_request
-from nereid_client.responses.input_items import check_calls, read_items, with_unique_ids
+from nereid_client.responses.input_items import (
+    check_calls,
+    ids_of_references,
+    read_items,
+    with_unique_ids,
+)
 from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_object import request_fields
 from nereid_client.responses.response_store import Store
@@ -75,19 +81,18 @@ async def create_response(request: Request) -> Response:
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     await select_language_model(request, responses_request.model)
-    to_json(body)  # only a check: raises an ApiError if the body cannot be returned as JSON
     is_stored = _will_be_stored(responses_request, responses.store)
-    items = _conversation(responses_request, responses.store)
-    deltas = _generate(request, responses_request, chat_request(responses_request, body, items))
+    chat, items = await _convert(request, responses_request, body)
+    deltas = _generate(request, responses_request, chat)
     builder = _new_builder(request, responses_request, is_stored=is_stored)
     is_stream = bool(responses_request.stream)
     if responses_request.background:
-        run = BackgroundResponse(builder, encode(items), streams=is_stream)
+        run = BackgroundResponse(builder, items, streams=is_stream)
         return _start_in_background(responses, run, deltas)
 
     def store_if_requested() -> bool:
         """If `is_stored` is true, store the finished response. Return whether it was stored."""
-        return is_stored and responses.add(builder, encode(items))
+        return is_stored and responses.add(builder, items)
 
     if is_stream:
         return await _streamed_response(request, builder, deltas, store_if_requested)
@@ -115,11 +120,10 @@ async def count_input_tokens(request: Request) -> Json:
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     await select_language_model(request, responses_request.model)
-    items = _conversation(responses_request, _responses(request).store)
-    chat = to_json(chat_request(responses_request, body, items))
+    chat, _ = await _convert(request, responses_request, body)
     try:
         tokens = await context_of(request).backend.tokenize(
-            Generation(unique_request_id(request), chat_request=chat)
+            Generation(unique_request_id(request), chat_request=to_json(chat))
         )
     except BackendError as error:
         # The error contains the field name of a chat completion request. Replace this name with the
@@ -255,17 +259,59 @@ def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
     return responses_request.store is not False and store.is_on
 
 
-def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Json]:
-    """Return the items of earlier responses, followed by the items of the new input."""
-    previous_id = responses_request.previous_response_id
-    earlier_items = [] if previous_id is None else _items_until(previous_id, store)
-    items = read_items(responses_request.input, store.find_item)
-    check_calls(earlier_items, items)
-    return with_unique_ids(earlier_items + items)
+async def _convert(
+    request: Request, responses_request: ResponsesRequest, body: Json
+) -> tuple[Json, bytes]:
+    """Convert a request to a chat completion request.
+
+    Returns: the body of the chat completion request, and the JSON list of the items of earlier
+        responses and of the new input.
+    """
+    store = _responses(request).store
+    previous = _find_previous(responses_request.previous_response_id, store)
+    # The database of the store must not be used in another thread.
+    stored_items = await _find_referenced_items(request, responses_request.input)
+
+    def convert_items() -> tuple[Json, bytes]:
+        to_json(body)  # only a check: raises an ApiError if the body cannot be returned as JSON
+        earlier_items = [] if previous is None else previous.conversation
+        items = read_items(responses_request.input, stored_items.get)
+        check_calls(earlier_items, items)
+        items = with_unique_ids(earlier_items + items)
+        return chat_request(responses_request, body, items), encode(items)
+
+    earlier_bytes = 0 if previous is None else previous.num_bytes
+    return await convert(request, convert_items, earlier_bytes)
 
 
-def _items_until(previous_id: str, store: Store) -> list[Json]:
-    """Return all items of a stored conversation, including the output of its last response."""
+async def _find_referenced_items(request: Request, given: str | list[Json]) -> dict[str, Json]:
+    """Return the stored items to which the field `input` refers. The keys are their ids.
+
+    Raises: ApiError 400 if the request would have too many bytes with these items. A short request
+        could otherwise refer to a long item a million times, and fill the memory.
+    """
+    limits = await context_of(request).limits.get()
+    store = _responses(request).store
+    found: dict[str, Json] = {}
+    num_bytes: dict[str, int] = {}
+    total_bytes = 0
+    for item_id in ids_of_references(given):
+        if item_id not in found:
+            items = store.find_items(item_id)
+            if not items:
+                break  # `read_items` will raise an error for this reference
+            found |= items
+            num_bytes |= {name: len(encode(item)) for name, item in items.items()}
+        total_bytes += num_bytes[item_id]
+        if limits is not None:
+            limits.check_size_with_references(total_bytes)
+    return found
+
+
+def _find_previous(previous_id: str | None, store: Store) -> StoredResponse | None:
+    """Return the response that a request continues, or None if it continues no response."""
+    if previous_id is None:
+        return None
     previous = store.find(previous_id)
     if previous is None:
         raise _not_found(previous_id, "previous_response_id")
@@ -276,8 +322,7 @@ def _items_until(previous_id: str, store: Store) -> list[Json]:
             f"has the status {previous.status}. Wait until it ends, or cancel it.",
             param="previous_response_id",
         )
-    input_items: list[Json] = json.loads(previous.input_items)
-    return input_items + previous.output
+    return previous
 
 
 def _generate(

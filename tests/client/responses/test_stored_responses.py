@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,6 +12,9 @@ from fakes.fake_backend import FakeBackend
 from fakes.response_events import StreamCheck, text_of
 from nereid_client.app import create_app
 from nereid_client.errors import BackendError
+from nereid_client.responses.input_items import read_items
+from nereid_client.responses.stored_response import StoredResponse
+from nereid_client.routes import responses
 from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -132,6 +137,59 @@ async def test_items_that_are_sent_twice_get_ids_of_their_own(client):
     listed = (await client.get(f"{PATH}/{second['id']}/input_items")).json()["data"]
     # A client that pages through the items would otherwise read the same page forever.
     assert len({item["id"] for item in listed}) == len(listed) == 3
+
+
+async def test_a_short_request_cannot_refer_to_a_long_item_many_times(client, backend):
+    backend.limits = {
+        "max_model_len": 4096,
+        "max_prompt_bytes": 65_536,
+        "max_request_bytes": 100_000,
+        "max_messages": 682,
+        "max_tools": 2048,
+    }
+    first = await create(client, "word " * 2000)
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    assert (await client.post(PATH, json={"input": [reference] * 5})).status_code == 200
+    response = await client.post(PATH, json={"input": [reference] * 20})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "input")
+    assert error["code"] == "context_length_exceeded"
+    assert "100000 bytes (max_request_bytes)" in error["message"]
+    assert len(backend.generations) == 2
+
+
+async def test_a_response_is_parsed_once_for_many_references(client, monkeypatch):
+    num_parsed = 0
+    output = StoredResponse.output
+
+    def counted_output(record):
+        nonlocal num_parsed
+        num_parsed += 1
+        return output.fget(record)
+
+    first = await create(client, CALL)
+    monkeypatch.setattr(StoredResponse, "output", property(counted_output))
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    await create(client, references * 100)
+    assert num_parsed == 1
+
+
+async def test_other_clients_are_served_while_a_long_conversation_is_converted(client, monkeypatch):
+    has_started, has_ended = threading.Event(), threading.Event()
+
+    def read_slowly(given, find):
+        has_started.set()
+        time.sleep(0.2)
+        has_ended.set()
+        return read_items(given, find)
+
+    monkeypatch.setattr(responses, "read_items", read_slowly)
+    items = [{"role": "user", "content": "word " * 300_000}]
+    long_request = asyncio.create_task(create(client, items))
+    await hold(has_started.is_set)
+    assert (await client.get("/v1/models")).status_code == 200
+    assert not has_ended.is_set()
+    await long_request
 
 
 async def test_an_unknown_response_is_a_404_that_names_its_id(client):

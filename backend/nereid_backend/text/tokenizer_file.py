@@ -27,28 +27,46 @@ def ignores_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -
     If tokenizer_config.json sets add_prefix_space, the result is False for a tokenizer with spaces
     as "▁", such as that of Llama 2, because its class creates the rules for this setting.
     """
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
     from transformers import TokenizersBackend
 
     file = folder / "tokenizer.json"
     reads_whole_file = type(tokenizer) is TokenizersBackend
     if not isinstance(tokenizer, TokenizersBackend) or reads_whole_file or not file.is_file():
         return False
-    content = json.loads(file.read_text(encoding="utf-8"))
-    # Both sides are compared as tokenizers without a vocabulary, which are created quickly.
-    expected = json.loads(Tokenizer(BPE()).to_str()) | {name: content.get(name) for name in _RULES}
-    expected["model"]["ignore_merges"] = bool(content["model"].get("ignore_merges"))
-    backend = tokenizer.backend_tokenizer
-    loaded = Tokenizer(BPE(ignore_merges=getattr(backend.model, "ignore_merges", False)))
-    for name in _RULES:
-        if getattr(backend, name) is not None:
-            setattr(loaded, name, getattr(backend, name))
-    # The library adds the values that the file omits.
-    both = _rules(Tokenizer.from_str(json.dumps(expected))), _rules(loaded)
-    is_byte_level = any('"ByteLevel"' in json.dumps(rules["pre_tokenizer"]) for rules in both)
+    rules_of_file = _rules_of_file(file)
+    rules = _rules_of_tokenizer(tokenizer.backend_tokenizer)
+    if rules == rules_of_file:
+        return False
+    pre_tokenizers = json.dumps([rules["pre_tokenizer"], rules_of_file["pre_tokenizer"]])
     has_setting = tokenizer.init_kwargs.get("add_prefix_space") is not None
-    return (is_byte_level or not has_setting) and both[0] != both[1]
+    return not has_setting or '"ByteLevel"' in pre_tokenizers
+
+
+def _rules_of_file(file: Path) -> dict[str, Any]:
+    """Return the rules of a tokenizer.json, with the default values that the file omits."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    content = json.loads(file.read_text(encoding="utf-8"))
+    # A tokenizer without a vocabulary is created quickly. The library adds the omitted values.
+    without_words = json.loads(Tokenizer(BPE()).to_str())
+    without_words |= {name: content.get(name) for name in _RULES}
+    without_words["model"]["ignore_merges"] = bool(content["model"].get("ignore_merges"))
+    return _rules(Tokenizer.from_str(json.dumps(without_words)))
+
+
+def _rules_of_tokenizer(tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401 - a `tokenizers.Tokenizer`
+    """Return the rules of a tokenizer that has been loaded."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    # A tokenizer without a vocabulary is converted to JSON quickly.
+    ignore_merges = getattr(tokenizer.model, "ignore_merges", False)
+    without_words = Tokenizer(BPE(ignore_merges=ignore_merges))
+    for name in _RULES:
+        if getattr(tokenizer, name) is not None:
+            setattr(without_words, name, getattr(tokenizer, name))
+    return _rules(without_words)
 
 
 def _rules(tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401 - a `tokenizers.Tokenizer`

@@ -318,9 +318,6 @@ def _with_tokens_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # n
     "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
     model has no such token, so the server would refuse each prompt that contains this text.
 
-    transformers also leaves out added tokens whose text a byte-level vocabulary could not contain.
-    Example: "<｜User｜>" of DeepSeek would be divided into several tokens.
-
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         values: the metadata of the tokenizer; see `_tokenizer_values`.
@@ -328,25 +325,39 @@ def _with_tokens_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # n
     from tokenizers import Tokenizer
 
     content = json.loads(tokenizer.to_str())
-    tokens = values["tokens"]
-    added = {token["id"]: token for token in content["added_tokens"] if token["id"] < len(tokens)}
+    num_tokens = len(values["tokens"])
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < num_tokens]
     if values["tokenizer_type"] == "gpt2":
-        vocabulary = content["model"]["vocab"]
-        spellings = {token_id: spelling for spelling, token_id in vocabulary.items()}
-        token_types = values.get("token_type") or ()
-        for token_id, (text, kind) in enumerate(zip(tokens, token_types, strict=False)):
-            is_missing = token_id in spellings and token_id not in added
-            if kind in (_CONTROL, _USER_DEFINED) and is_missing:
-                # The vocabulary contains the token in the spelling of byte-level tokens, in which
-                # each character represents one byte.
-                del vocabulary[spellings[token_id]]
-                vocabulary[text] = token_id
-                added[token_id] = _added_token(token_id, text, kind == _CONTROL)
+        _add_missing_tokens(content, values)
         content["model"]["ignore_merges"] = _is_tiktoken(values)
         if values.get("pre_tokenizer_type") in _QWEN_PRE_TOKENIZERS:
             content["normalizer"] = {"type": "NFC"}
-    content["added_tokens"] = [added[token_id] for token_id in sorted(added)]
     return Tokenizer.from_str(json.dumps(content))
+
+
+def _add_missing_tokens(content: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Add the special tokens that transformers leaves out of a byte-level tokenizer.
+
+    transformers leaves out a token whose text a byte-level vocabulary could not contain. Example:
+    "<｜User｜>" of DeepSeek would be divided into several tokens.
+
+    Args:
+        content: the content of tokenizer.json. Mutated.
+        values: the metadata of the tokenizer; see `_tokenizer_values`.
+    """
+    # The vocabulary contains a missing token in the spelling of byte-level tokens, in which each
+    # character represents one byte.
+    vocabulary = content["model"]["vocab"]
+    spellings = {token_id: spelling for spelling, token_id in vocabulary.items()}
+    added = {token["id"]: token for token in content["added_tokens"]}
+    kinds = values.get("token_type") or ()
+    for token_id, (text, kind) in enumerate(zip(values["tokens"], kinds, strict=False)):
+        is_missing = token_id in spellings and token_id not in added
+        if is_missing and kind in (_CONTROL, _USER_DEFINED):
+            del vocabulary[spellings[token_id]]
+            vocabulary[text] = token_id
+            added[token_id] = _added_token(token_id, text, kind == _CONTROL)
+    content["added_tokens"] = [added[token_id] for token_id in sorted(added)]
 
 
 def _added_token(token_id: int, text: str, is_special: bool) -> dict[str, Any]:

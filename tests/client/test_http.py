@@ -1,5 +1,6 @@
 """Tests of the frontend's list of models, health routes, request ids, API key and CORS."""
 
+import threading
 import time
 from functools import partial
 from importlib import metadata
@@ -9,6 +10,7 @@ import pytest
 from fakes.fake_backend import FakeBackend
 from nereid_client import request_context
 from nereid_client.app import create_app
+from nereid_client.routes import chat, completions, messages, responses, tokenize
 from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -234,3 +236,36 @@ async def test_other_clients_are_served_between_large_bodies(connect, monkeypatc
         num_parsed_before_the_response = num_parsed
     assert num_parsed == 9  # eight large requests and the chat
     assert num_parsed_before_the_response <= 4
+
+
+@pytest.mark.parametrize(
+    ("route", "path"),
+    [
+        (chat, "/v1/chat/completions"),
+        (completions, "/v1/completions"),
+        (messages, "/v1/messages"),
+        (messages, "/v1/messages/count_tokens"),
+        (responses, "/v1/responses"),
+        (tokenize, "/tokenize"),
+        (tokenize, "/detokenize"),
+    ],
+)
+async def test_other_clients_are_served_while_a_large_body_is_validated(
+    connect, monkeypatch, route, path
+):
+    has_started, has_ended = threading.Event(), threading.Event()
+
+    def validate_slowly(kind, body):
+        has_started.set()
+        time.sleep(0.2)
+        has_ended.set()
+        return request_context.validate(kind, body)
+
+    monkeypatch.setattr(route, "validate", validate_slowly)
+    large = {"user": "a" * request_context._LARGE_BODY_BYTES}
+    async with connect() as client, anyio.create_task_group() as large_requests:
+        large_requests.start_soon(partial(client.post, path, json=large))
+        while not has_started.is_set():
+            await anyio.sleep(0.001)
+        assert (await client.get("/v1/models")).status_code == 200
+        assert not has_ended.is_set()

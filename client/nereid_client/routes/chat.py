@@ -8,6 +8,7 @@ from nereid_client.language_model.backend import Generation
 from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.request_context import (
     context_of,
+    convert,
     frame_for,
     let_clients_abort_by_given_id,
     read_prompt_body,
@@ -30,11 +31,11 @@ async def chat_completions(request: Request) -> Response:
     With `stream`, the response is a stream of server-sent events.
     """
     body = await read_prompt_body(request)
-    chat = validate(ChatCompletionRequest, body)
+    chat = await convert(request, lambda: validate(ChatCompletionRequest, body))
     await select_language_model(request, chat.model)
     generation = Generation(
         unique_request_id(request),
-        chat_request=to_json(chat.fields_for_backend(body)),
+        chat_request=await convert(request, lambda: to_json(chat.fields_for_backend(body))),
         num_choices=chat.num_choices,
     )
     let_clients_abort_by_given_id(request, chat)

@@ -15,6 +15,7 @@ from nereid_client.protocol.generation_requests import CompletionRequest
 from nereid_client.request_context import (
     check_unicode,
     context_of,
+    convert,
     frame_for,
     let_clients_abort_by_given_id,
     read_prompt_body,
@@ -43,7 +44,8 @@ async def completions(request: Request) -> Response:
     """
     max_prompts = context_of(request).settings.max_prompts
     # The limit on the size of the body is max_prompts times the limit on the size of one prompt.
-    body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
+    given = await read_prompt_body(request, max_prompts)
+    body = await convert(request, lambda: validate(CompletionRequest, given))
     # `select_language_model` sets the context that `context_of` returns from now on.
     await select_language_model(request, body.model)
     _check_num_prompts(body.prompt, max_prompts)

@@ -15,6 +15,7 @@ from nereid_client.errors import BackendError, FrontendError, to_api_error
 from nereid_client.language_model.backend import Generation
 from nereid_client.request_context import (
     context_of,
+    convert,
     name_of_model,
     read_prompt_body,
     to_json,
@@ -34,9 +35,10 @@ async def create_message(request: Request) -> Response:
     With `stream`, the response is a stream of server-sent events.
     """
     body = await read_prompt_body(request)
-    messages_request = validate(MessagesRequest, body)
+    messages_request = await convert(request, lambda: validate(MessagesRequest, body))
     await select_language_model(request, messages_request.model)
-    deltas = _generate(request, to_json(chat_request(messages_request, body)))
+    chat = await convert(request, lambda: to_json(chat_request(messages_request, body)))
+    deltas = _generate(request, chat)
     builder = MessageBuilder(
         f"msg_{secrets.token_hex(12)}",
         name_of_model(request),
@@ -68,9 +70,9 @@ def _generate(request: Request, chat: str) -> AsyncGenerator[Delta]:
 async def count_tokens(request: Request) -> dict[str, int]:
     """Count the tokens of the prompt, without generating a message."""
     body = await read_prompt_body(request)
-    count_request = validate(CountTokensRequest, body)
+    count_request = await convert(request, lambda: validate(CountTokensRequest, body))
     await select_language_model(request, count_request.model)
-    chat = to_json(chat_request(count_request, body))
+    chat = await convert(request, lambda: to_json(chat_request(count_request, body)))
     generation = Generation(unique_request_id(request), chat_request=chat)
     try:
         tokens = await context_of(request).backend.tokenize(generation)

@@ -79,7 +79,7 @@ async def create_response(request: Request) -> Response:
     """
     responses = _responses(request)
     body = await read_prompt_body(request)
-    responses_request = validate(ResponsesRequest, body)
+    responses_request = await convert(request, lambda: validate(ResponsesRequest, body))
     await select_language_model(request, responses_request.model)
     is_stored = _will_be_stored(responses_request, responses.store)
     chat, items = await _convert(request, responses_request, body)
@@ -118,7 +118,7 @@ def _start_in_background(
 async def count_input_tokens(request: Request) -> Json:
     """Count the tokens of the prompt, without generating a response."""
     body = await read_prompt_body(request)
-    responses_request = validate(ResponsesRequest, body)
+    responses_request = await convert(request, lambda: validate(ResponsesRequest, body))
     await select_language_model(request, responses_request.model)
     chat, _ = await _convert(request, responses_request, body)
     try:

@@ -11,6 +11,7 @@ from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeR
 from nereid_client.request_context import (
     check_unicode,
     context_of,
+    convert,
     read_prompt_body,
     to_json,
     unique_request_id,
@@ -33,7 +34,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     `token_strs` is null, because the server returns only token ids.
     """
     body = await read_prompt_body(request)
-    tokenize_request = validate(TokenizeRequest, body)
+    tokenize_request = await convert(request, lambda: validate(TokenizeRequest, body))
     await select_language_model(request, tokenize_request.model)
     if tokenize_request.prompt is not None:
         check_unicode(tokenize_request.prompt)
@@ -65,7 +66,8 @@ async def detokenize(request: Request) -> dict[str, str]:
 
     The response has the text in `prompt`, as in vLLM, and in `text`, as in SGLang.
     """
-    body = validate(DetokenizeRequest, await read_prompt_body(request))
+    given = await read_prompt_body(request)
+    body = await convert(request, lambda: validate(DetokenizeRequest, given))
     await select_language_model(request, body.model)
     try:
         text = await context_of(request).backend.detokenize(

@@ -132,8 +132,8 @@ class CheckedSamplingParams(SamplingParams):
     logit_bias: _Biases = ()  # type: ignore[assignment]
     allowed_token_ids: _SomeTokenIds | None = None
     bad_words_token_ids: Annotated[Sequence[_SomeTokenIds], AfterValidator(tuple)] = ()
-    grammar: Annotated[GrammarSpec, BeforeValidator(GrammarSpec.of)] | None = None
-    thinking: Annotated[ThinkingSpec, BeforeValidator(ThinkingSpec.of)] | None = None
+    grammar: Annotated[GrammarSpec, BeforeValidator(GrammarSpec.from_fields)] | None = None
+    thinking: Annotated[ThinkingSpec, BeforeValidator(ThinkingSpec.from_fields)] | None = None
 
     @model_validator(mode="wrap")
     @classmethod

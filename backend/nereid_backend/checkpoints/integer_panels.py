@@ -25,7 +25,11 @@ from nereid_backend.freed_memory import FreedMemory
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.integer_layout import inputs_per_unit
 from nereid_backend.linear.prepack import change_class
-from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight, round_layer
+from nereid_backend.linear.quantise_weights import (
+    GROUP_SIZES,
+    quantise_weight,
+    round_layer_in_place,
+)
 from nereid_backend.loading_progress import report_items
 
 if TYPE_CHECKING:
@@ -116,12 +120,12 @@ class RoundedWeight:
             # The weight is one tensor of a safetensors file. `read_rows(start, end)` reads only
             # some of its rows.
             _check_shape(weight, weight.main_tensor.shape, layer)
-            round_layer(layer, weight.main_tensor.read_rows, self.bits)
+            round_layer_in_place(layer, weight.main_tensor.read_rows, self.bits)
         else:
             # The index `...` selects the whole weight, which is read and dequantised now.
             numbers = weight[...]
             _check_shape(weight, numbers.shape, layer)
-            round_layer(layer, lambda start, end: numbers[start:end], self.bits)
+            round_layer_in_place(layer, lambda start, end: numbers[start:end], self.bits)
 
     def __getitem__(self, index: object) -> Tensor:
         """Return the unrounded weight.

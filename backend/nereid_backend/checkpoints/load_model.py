@@ -197,14 +197,8 @@ def _from_pretrained(
         UnsupportedModelError: if transformers does not support the model.
     """
     try:
-        # If transformers has no class for the model, a Python file of the checkpoint may define the
-        # class. AutoModelForCausalLM imports such a file.
-        loading_class = model_class(config) or AutoModelForCausalLM
-        # With output_loading_info=True, `from_pretrained` returns a pair, but its type annotation
-        # does not mention the pair.
-        load: Callable[..., Any] = loading_class.from_pretrained
         with _report_reading(progress):
-            model, report = load(**arguments, local_files_only=True, output_loading_info=True)
+            model, report = _load_with_report(config, arguments)
     except ModelError:
         # `arguments` can contain quantised weights as `LazyWeight` objects. If a weight cannot be
         # read, its object raises a ModelError while transformers loads the weight.
@@ -213,11 +207,27 @@ def _from_pretrained(
         attention = arguments["attn_implementation"]
         raise _loading_error(error, folder, config, attention) from error
     unused = sorted(report["unexpected_keys"])
-    # Quantised tensors without quantization_config cause both errors, and only the error about the
-    # unused tensors names the cause.
+    # If the config lacks quantization_config, quantised tensors are unused, and the weights of
+    # their layers are missing. Only the error about unused tensors names this cause, so unused
+    # tensors are checked first.
     check_unused_weights(folder, unused, model)
     check_missing_weights(folder, sorted(report["missing_keys"]), unused)
     return model
+
+
+def _load_with_report(
+    config: PretrainedConfig, arguments: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a model, and a report with the names of the unused tensors and the missing weights.
+
+    If transformers has no class for the model, a Python file of the checkpoint may define the
+    class. AutoModelForCausalLM imports such a file.
+    """
+    loading_class = model_class(config) or AutoModelForCausalLM
+    # The type annotation of `from_pretrained` does not mention the report.
+    load: Any = loading_class.from_pretrained
+    model, report = load(**arguments, local_files_only=True, output_loading_info=True)
+    return model, report
 
 
 def _loading_error(

@@ -34,7 +34,7 @@ class GrammarSpec(NamedTuple):
     after: str = ""
 
     @classmethod
-    def of(cls, fields: Iterable[object]) -> Self:
+    def from_fields(cls, fields: Iterable[object]) -> Self:
         """Create a specification from a list of fields that another process has sent.
 
         Example: ["regex", "[0-9]+"] gives GrammarSpec(kind="regex", source="[0-9]+", after=""). The
@@ -88,7 +88,7 @@ class ThinkingSpec(NamedTuple):
     budget: int | None = None
 
     @classmethod
-    def of(cls, fields: Iterable[object]) -> Self:
+    def from_fields(cls, fields: Iterable[object]) -> Self:
         """Create a specification from a list of fields that another process has sent.
 
         Example: ["<think>", "</think>", [7], True, 100] means that the reasoning already begins in
@@ -98,14 +98,15 @@ class ThinkingSpec(NamedTuple):
             RequestError: if the fields are not a valid specification.
         """
         values = _as_tuple(fields)
-        if len(values) != len(cls._fields) or not _are_thinking_fields(*values):
-            raise RequestError(
-                "thinking: the value must be a list of five items: the start marker, the end "
-                "marker, a list of token ids, a boolean, and the budget (an integer of at "
-                f"least 0, or null). But it is {values!r}."
-            )
-        start, end, end_token_ids, is_open, budget = values
-        return cls(start, end, tuple(end_token_ids), is_open, budget)
+        if len(values) == len(cls._fields):
+            start, end, end_token_ids, is_open, budget = values
+            if _are_thinking_fields(start, end, end_token_ids, is_open, budget):
+                return cls(start, end, tuple(end_token_ids), is_open, budget)
+        raise RequestError(
+            "thinking: the value must be a list of five items: the start marker, the end "
+            "marker, a list of token ids, a boolean, and the budget (an integer of at "
+            f"least 0, or null). But it is {values!r}."
+        )
 
 
 def _as_tuple(fields: object) -> tuple[Any, ...]:

@@ -287,17 +287,16 @@ class DiskTier:
         return block is None or self._save_block(block_hash, block)
 
     def _save_snapshot(self, block_hash: bytes) -> bool:
-        """Pass the snapshot of a block to the writer thread.
+        """Pass the snapshot of a block to the writer thread, and return whether this succeeded.
 
-        The snapshot is a copy of the recurrent state after the last token of the block. Do nothing
-        if the snapshot was evicted or is already on disk. Return False if the queue of the thread
-        is full, else True.
+        The snapshot is a copy of the recurrent state after the last token of the block. If the
+        queue of the thread is full, return False, and the caller tries again later.
         """
-        assert self._cache.snapshots is not None
+        assert self._cache.snapshots is not None, "the caller saves only existing snapshots"
         snapshot_id = self._cache.snapshots.id_of(block_hash)
         key = _snapshot_key(block_hash)
         if snapshot_id is None or key in self._store:
-            return True
+            return True  # The snapshot was evicted, or is already on disk.
         return self._store.write(key, self._prefixes.read_snapshot(snapshot_id))
 
     def _save_block(self, block_hash: bytes, block: int) -> bool:

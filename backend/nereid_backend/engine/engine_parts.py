@@ -226,9 +226,9 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
         return loaded.draft
     if not _selects_prompt_lookup(config, loaded.info.device):
         return None
-    can_remove_rejected_tokens = loaded.spec.removes_tokens
-    if can_remove_rejected_tokens:
-        # If the keys of sequences with images are not in blocks, draft tokens cannot be removed.
+    if loaded.spec.removes_tokens:
+        # The rejected tokens of a sequence with images can be removed only if its keys are in
+        # blocks, too.
         accepts_images = loaded.images.shares_blocks
         return PromptLookup(config.max_draft_tokens, accepts_images=accepts_images)
     if config.requests_drafts:  # A default that is impossible is not reported.

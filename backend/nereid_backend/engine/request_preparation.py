@@ -80,8 +80,7 @@ class RequestPreparation:
         needs_guide = _needs_guide(sequence.params)
         if needs_guide:
             future = self._load_guides().prepare(sequence.params, sequence.stop_token_ids)
-            if future.done() and isinstance(error := future.exception(), CapacityError):
-                raise error
+            _raise_capacity_error(future)
             self._compilations[sequence.request_id] = _Compilation(future, time.monotonic())
         is_reading = self._disk is not None and self._disk.start_reading(sequence)
         self._scheduler.add(sequence, is_prepared=not (needs_guide or is_reading))
@@ -170,6 +169,14 @@ class RequestPreparation:
                 max_source_bytes=config.max_grammar_bytes,
             )
         return self._guides
+
+
+def _raise_capacity_error(guide: Future[Any]) -> None:
+    """Raise the CapacityError of a guide that was refused at once, because too many guides wait."""
+    if guide.done():
+        error = guide.exception()
+        if isinstance(error, CapacityError):
+            raise error
 
 
 def _needs_guide(params: SamplingParams) -> bool:

@@ -190,13 +190,12 @@ class GroupedLinear(nn.Linear):
         # Signed integers and their zeros are shifted by `offset`, so that they become unsigned. The
         # difference (integer - zero) stays the same.
         offset = _offset(values.dtype, self.bits)
-        # `view` reads the same bytes as uint8, and uint8 sums are computed modulo 256. Example with
-        # the offset 128: -3 is the byte 253, and (253 + 128) modulo 256 is 125, which is -3 + 128.
-        unsigned = values.view(torch.uint8) + offset if offset else values
+        # The sum is computed in int16, because it can exceed the range of int8.
+        unsigned = (values.to(torch.int16) + offset).to(torch.uint8) if offset else values
         self.values[panels] = pack_values(unsigned, self.bits, self.group_size)
         self.scales[panels] = self._stored_layout(scales.float())
         if self.zeros is not None:
-            assert zeros is not None
+            assert zeros is not None, "a layer with zeros needs the zeros of all outputs"
             self.zeros[panels] = self._stored_layout(zeros.float() + offset)
 
     def _stored_layout(self, of_groups: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ means that they are set to 0.
 The docstring of lora_layers.py explains the computation.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -113,20 +114,22 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
     # Linear layers can be packed for fast products on a CPU.
     [down] = _linears_of_weights([joined_down])
     ups = _linears_of_weights(joined_ups)
-    ranks = tuple(
+    group = JoinedGroup(down, _ranks_of(pairs))
+    # Divide the outputs of `down` among the layers, in order. Example: if each `up` has 5 inputs,
+    # the first `up` gets the outputs 0 to 4, the second gets 5 to 9, and so on.
+    ends = itertools.accumulate(up.in_features for up in ups)
+    return [
+        JoinedLayer(group, slice(end - up.in_features, end), up)
+        for up, end in zip(ups, ends, strict=True)
+    ]
+
+
+def _ranks_of(pairs: list[list[LayerPair | None]]) -> Ranks:
+    """Return the rank of each adapter in each layer; 0 if the adapter does not change the layer."""
+    return tuple(
         tuple(0 if pair is None else len(pair.down) for pair in layer_pairs)
         for layer_pairs in pairs
     )
-    group = JoinedGroup(down, ranks)
-    # Divide the outputs of `down` among the layers, in order. Example: if each `up` has 5 inputs,
-    # the first `up` gets the outputs 0 to 4, the second gets 5 to 9, and so on.
-    joined_layers = []
-    start = 0
-    for up in ups:
-        end = start + up.in_features
-        joined_layers.append(JoinedLayer(group, slice(start, end), up))
-        start = end
-    return joined_layers
 
 
 def _linears_of_weights(weights: list[Tensor]) -> list[nn.Linear]:
@@ -158,10 +161,10 @@ class AdapterStep:
         An adapter is represented by its index, and -1 means that no adapter is used.
 
         Args:
-            row_adapters: the adapter of each row, int64 [num_rows]. A single number applies to all
-                rows. Layers that compute one row for each token need these numbers.
-            chunk_adapters: the adapter of each chunk (the rows of one sequence), int64
-                [num_chunks]. Layers that compute other rows need these numbers.
+            row_adapters: for layers with one row for each token, the adapter of each row, int64
+                [num_rows]. If all rows have the same adapter, [1] is enough.
+            chunk_adapters: for layers with another number of rows, the adapter of each chunk (the
+                rows of one sequence), int64 [num_chunks].
         """
         self._row_adapters = row_adapters
         self._chunk_adapters = chunk_adapters

@@ -21,7 +21,7 @@ from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.integer_layout import dequantise_rows
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import free_weight, output_layer_of
-from nereid_backend.linear.quantise_weights import can_quantise, round_layer
+from nereid_backend.linear.quantise_weights import can_quantise, round_layer_in_place
 
 # If an embedding does not share its weight with the output layer, the embedding is rounded to this
 # number of bits.
@@ -159,7 +159,7 @@ def _packed_layer_for(
         return None
     num_rows, dim = weight.shape
     layer = nn.Linear(dim, num_rows, bias=False, device="meta")  # has a shape, but no weights yet
-    return round_layer(layer, lambda start, end: weight[start:end], _EMBEDDING_BITS)
+    return round_layer_in_place(layer, lambda start, end: weight[start:end], _EMBEDDING_BITS)
 
 
 def _read_rows_from(embedding: nn.Embedding, layer: NativeLinear | GroupedLinear) -> None:

@@ -119,14 +119,13 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
     )
 
 
-def round_layer(
+def round_layer_in_place(
     layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int
 ) -> GroupedLinear:
     """Convert a layer to a GroupedLinear, whose weights are integers of 4, 6 or 8 bits.
 
-    The result is the same object as `layer`, but its class has changed.
-
-    A few rows of the weight are read and rounded at a time, to save memory.
+    The result is the same object as `layer`, but with another class. The model, and the hooks of
+    the layer, therefore stay unchanged. To save memory, a few rows are rounded at a time.
 
     Args:
         layer: the layer. Mutated. `layer.weight` determines only the shape.
@@ -139,9 +138,10 @@ def round_layer(
     # Integers of 6 and 8 bits are symmetric, so they need no zeros.
     zeros_dtype = torch.uint8 if bits == 4 else None
     grouped.allocate_panels(in_features, GROUP_SIZES[bits], bits=bits, zeros_dtype=zeros_dtype)
-    step = _rows_of_slice(in_features)
-    for start in range(0, num_rows, step):
-        rows = read_rows(start, min(start + step, num_rows)).float()
+    rows_per_slice = _rows_of_slice(in_features)
+    for start in range(0, num_rows, rows_per_slice):
+        end = min(start + rows_per_slice, num_rows)
+        rows = read_rows(start, end).float()
         grouped.store_rows(start, *_quantise_rows(rows, bits))
     return grouped
 
@@ -237,7 +237,7 @@ def _quantise(layer: nn.Linear, bits: int, *, keep_weight: bool) -> None:
         discard_file_pages(rows)
         return float_rows
 
-    round_layer(layer, read_and_discard_rows, bits)
+    round_layer_in_place(layer, read_and_discard_rows, bits)
     if not keep_weight:
         free_weight(layer)
 

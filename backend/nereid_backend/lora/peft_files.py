@@ -353,12 +353,7 @@ def _convert_weights(
     """
     weights: dict[str, LayerPair] = {}
     for layer_name, matrices in _matrices_by_layer(file, tensors).items():
-        sizes = layers.get(layer_name)
-        problem = (
-            _describe_unknown_layer(layer_name, layers)
-            if sizes is None
-            else _describe_misfit(matrices, sizes)
-        )
+        problem = _describe_problem(layer_name, matrices, layers)
         if problem is not None:
             raise ModelError(f"{file}: {layer_name}: {problem}")
         lora_a = matrices["A"].to(model_weight)
@@ -366,13 +361,27 @@ def _convert_weights(
         _check_rank(file, config, layer_name, rank)
         scaled_lora_b = matrices["B"].float() * config.scale(layer_name, rank)
         pair = LayerPair(lora_a, scaled_lora_b.to(model_weight))
-        if not all(matrix.isfinite().all() for matrix in pair):
+        are_finite = all(matrix.isfinite().all() for matrix in pair)
+        if not are_finite:
             raise ModelError(
                 f"{file}: {layer_name}: a number in the matrix lora_A, or in lora_B times the "
                 f"scale of the adapter, is too large for the model's type {model_weight.dtype}."
             )
         weights[layer_name] = pair
     return weights
+
+
+def _describe_problem(
+    layer_name: str, matrices: dict[str, Tensor], layers: Mapping[str, LayerSizes]
+) -> str | None:
+    """Return the reason why the model cannot use the matrices of a layer; None if it can.
+
+    `layers` contains the linear layers of the model that an adapter can change.
+    """
+    sizes = layers.get(layer_name)
+    if sizes is None:
+        return _describe_unknown_layer(layer_name, layers)
+    return _describe_misfit(matrices, sizes)
 
 
 def _check_rank(file: Path, config: _PeftConfig, layer_name: str, rank: int) -> None:

@@ -55,11 +55,8 @@ class OpenedDraft:
             progress: called with one line for each slow operation.
         """
         sizes = draft_sizes(config, memory, num_tokens, self.chosen.limit)
-        # `path_sizes` returns the sizes of the KV cache and of the block tables. The forward path
-        # needs no other sizes.
         path = self.chosen.spec.build(path_sizes(sizes))
-        # If compile_forward is "auto" (the default), only the large model is compiled, not the
-        # draft model.
+        # With compile_forward=auto (the default), only the large model is compiled.
         if config.compile_forward is True:
             target = CompileTarget(path, self.checkpoint, self.hook, self.chosen)
             compile_or_fuse_norms(target, progress)

@@ -122,8 +122,8 @@ def _load_prepacked(
     """
     checkpoint = _read_checkpoint(config, device, hook, progress)
     if device.type == "cpu":
-        has_same_logits = _prepack(checkpoint, progress)
-        if not has_same_logits:
+        has_changed_logits = _prepack(checkpoint, progress)
+        if has_changed_logits:
             # Prepacking cannot be undone, so read the original weights again.
             progress(
                 "prepack: the weights of linear layers are not rearranged, because the model's "
@@ -178,29 +178,29 @@ def _read_checkpoint(
 def _prepack(checkpoint: Checkpoint, progress: Progress) -> bool:
     """Rearrange the weights of linear layers, so that the CPU multiplies them faster.
 
-    No weight is rearranged if the model cannot be called for a test of the logits.
+    No weight is rearranged if the model cannot be called for a test of the logits, or if the
+    kernels support no layer.
 
     Args:
         checkpoint: the model. Mutated.
         progress: called with one line every few seconds.
 
     Returns:
-        Whether the model computes the same logits as before. If False, the model must be loaded
-        again.
+        Whether the logits of the model have changed. If True, the model must be loaded again.
     """
     original_logits = _logits_of_test_tokens(checkpoint)
     if original_logits is None:
-        return True
+        return False
     # An output layer can share its weight with the embedding. Such an output layer gets a copy of
     # the weight, and only the copy is rearranged.
     num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
     if num_packed == 0:
-        return True  # No weight was rearranged, because the kernels support no layer.
-    if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
         return False
+    if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
+        return True
     # Let the embedding read the copy, too, so that the memory of the original weight is freed.
     _pack_embedding(checkpoint, can_round=False)
-    return True
+    return False
 
 
 def _merge(checkpoint: Checkpoint) -> None:

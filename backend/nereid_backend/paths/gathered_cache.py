@@ -124,12 +124,18 @@ def _describe_layer(
     """
     keys_spec = _keys_spec(layer)
     indexer_spec = _indexer_spec(layer)
-    specs = [spec for spec in (keys_spec, indexer_spec) if spec is not None]
-    last_index = first_index + len(specs) - 1
+    specs: list[LayerSpec] = []
+    keys_index = indexer_index = None
+    if keys_spec is not None:
+        keys_index = first_index
+        specs.append(keys_spec)
+    if indexer_spec is not None:
+        indexer_index = first_index + len(specs)
+        specs.append(indexer_spec)
     positions = getattr(layer, "indexer_position_ids", None)  # [num_positions, 1, 1]
     parts = LayerParts(
-        keys_index=None if keys_spec is None else first_index,
-        indexer_index=None if indexer_spec is None else last_index,
+        keys_index=keys_index,
+        indexer_index=indexer_index,
         num_positions=0 if positions is None else positions.shape[0],
     )
     return parts, specs

@@ -60,10 +60,10 @@ def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers ar
     Raises:
         UnfitError: if the layer stores anything other than keys, values and states.
     """
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        has_keys = isinstance(layer, DynamicLayer)
-        return StateAndBlockLayer(layer.number_of_states) if has_keys else layer
-    if isinstance(layer, DummyLayer):  # It stores nothing.
+    stores_state = isinstance(layer, LinearAttentionCacheLayerMixin)
+    if stores_state and isinstance(layer, DynamicLayer):  # It also stores keys and values.
+        return StateAndBlockLayer(layer.number_of_states)
+    if stores_state or isinstance(layer, DummyLayer):  # A DummyLayer stores nothing.
         return layer
     # Subclasses of DynamicLayer and DynamicSlidingWindowLayer are not accepted, because a subclass
     # may store more than keys and values.
@@ -236,7 +236,7 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
     """Return the part of `value`, a layer's attribute, that belongs to one sequence.
 
     Examples: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8]. The number 5,
-    which has no rows, gives 5. The result is a copy, except for a tensor of a single row.
+    which has no rows, gives 5. A tensor with only one row is returned itself, and not copied.
     """
     if isinstance(value, dict):
         return {key: _cut_row(part, row, num_rows) for key, part in value.items()}

@@ -108,12 +108,12 @@ def _dimension(loaded: LoadedModel) -> int:
         return int(getattr(config, _SIZE_FIELDS[spec.loader]))
     if spec.loader == MASKED:  # a sparse vector has one weight for each entry of the vocabulary
         return loaded.encoder.vocab_size
-    # All other models pass the token vectors through the layers `tokens`, pool the token vectors of
-    # each text, and pass the pooled vectors through the layers `vector`. If a model has no dense
-    # output, its token vectors are not pooled.
-    token_vector_size = _output_size(loaded.layers.tokens, _hidden_size(config))
-    num_concatenated = len(loaded.poolers) if "dense" in spec.kinds else 1
-    return _output_size(loaded.layers.vector, token_vector_size * num_concatenated)
+    # All other models pass the token vectors through the layers `tokens`.
+    size = _output_size(loaded.layers.tokens, _hidden_size(config))
+    if "dense" in spec.kinds:
+        # The vectors that the pooling methods compute for a text are concatenated.
+        size *= len(loaded.poolers)
+    return _output_size(loaded.layers.vector, size)
 
 
 def _hidden_size(config: Any) -> int:  # noqa: ANN401 - a config of transformers

@@ -140,9 +140,9 @@ def gpu_share(device: torch.device, share: float) -> Iterator[None]:
 class _Methods(NamedTuple):
     """The chosen methods of computing outputs. `LoadedModel` describes the fields."""
 
-    forward: ChosenForward | None
-    head: Head | None
     self_check_difference: float
+    forward: ChosenForward | None = None
+    head: Head | None = None
 
 
 def _choose_methods(
@@ -151,7 +151,8 @@ def _choose_methods(
     """Choose the methods that compute the token vectors and the head's output of a batch.
 
     The fastest methods are chosen whose outputs for a batch equal the outputs for single texts.
-    Some models need no token vectors or have no head. The method is then None.
+    Some models need no token vectors or have no head. The method is then None. The result also
+    contains the difference between the outputs for a batch and for single texts.
 
     Args:
         spec: the description of the checkpoint.
@@ -166,16 +167,16 @@ def _choose_methods(
     if spec.loader == TOWERS:
         # The text tower returns one vector for each text, and always computes padded batches.
         difference = prepack_towers(encoder, name, max_len)
-        return _Methods(forward=None, head=None, self_check_difference=difference)
+        return _Methods(difference)
     if spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         # These models compute all inputs one by one. Batches are not used, so there is no
         # difference between the outputs for batches and the outputs for single inputs.
-        return _Methods(forward=None, head=None, self_check_difference=0.0)
+        return _Methods(self_check_difference=0.0)
     forward = choose_forward(encoder, hook, name, max_len)
-    head = None
-    if spec.loader in (SEQUENCE, TOKENS):
-        head = choose_head(encoder, forward, name, max_len, per_token=spec.loader == TOKENS)
-    return _Methods(forward, head, self_check_difference=forward.difference)
+    if spec.loader not in (SEQUENCE, TOKENS):
+        return _Methods(forward.difference, forward)
+    head = choose_head(encoder, forward, name, max_len, per_token=spec.loader == TOKENS)
+    return _Methods(forward.difference, forward, head)
 
 
 def _choose_pooling(

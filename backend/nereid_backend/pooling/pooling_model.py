@@ -227,11 +227,10 @@ class PoolingModel:
         """
         loaded = self._loaded
         batch = self._token_batch(items)
-        has_towers = loaded.spec.loader == TOWERS
-        if has_towers:
+        if loaded.spec.loader == TOWERS:
             vectors = text_vectors(loaded.encoder, batch)
             return dense_outputs(vectors, items, normalizes=loaded.normalizes)
-        assert loaded.forward is not None, "every other model of batches has a chosen method"
+        assert loaded.forward is not None, "without towers, a batch is computed from token vectors"
         if loaded.head is not None:
             return self._classify(loaded.forward, loaded.head, batch, items)
         hidden = self._token_vectors(loaded.forward, batch, items)

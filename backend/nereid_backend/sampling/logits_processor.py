@@ -60,7 +60,8 @@ class LogitsParams:
     """The sampling parameters by which one request changes the logits, stored in arrays.
 
     Attributes:
-        owner: the request.
+        owner: the sequence for which the arrays were created. A cache of these objects compares
+            `owner` with the current sequence, to detect an entry of an earlier request.
         bias_ids: the token ids of logit_bias, [n] int64.
         bias_values: the biases of the tokens in `bias_ids`, [n] float32.
         allowed: the token mask of allowed_token_ids; None allows every token.
@@ -84,7 +85,7 @@ class LogitsParams:
     has_penalties: bool
 
     @classmethod
-    def of(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
+    def from_sequence(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
         """Create the arrays that contain the logit-changing sampling parameters of a request.
 
         `sequence` is a sequence of the request. Example: the logit_bias {4: 1.5, 9: -2} gives the
@@ -96,11 +97,10 @@ class LogitsParams:
         # A bad word is a sequence of tokens. Bad words of one token are forbidden everywhere.
         single_tokens = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
         longer_bad_words = _longer_bad_words(params)
-        # Omit stop tokens outside the vocabulary, because the logits have no columns for these
-        # tokens.
+        # The logits have no columns for stop tokens outside the vocabulary.
         stops = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
         return cls(
-            owner=sequence,  # by which the cache detects that its entry is of an earlier request
+            owner=sequence,
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
             allowed=None if allowed_ids is None else mask_of(allowed_ids, vocab_size),
@@ -215,7 +215,7 @@ class LogitsProcessor:
         for other in self._logits_params.values():
             if other.owner.params is sequence.params:
                 return replace(other, owner=sequence)
-        return LogitsParams.of(sequence, vocab_size)
+        return LogitsParams.from_sequence(sequence, vocab_size)
 
     def _penalise(
         self, logits: Tensor, positions: abc.Sequence[Position], rows: abc.Sequence[int]

@@ -172,12 +172,12 @@ def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
 
 
 @triton.jit
-def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr):
+def pick(logits, max_logit, factor, vocab_size, threshold, target, TILE: tl.constexpr):
     """Return the first token at which the cumulative weights exceed `target`.
 
-    The weights are cumulated in the order of the vocabulary. Weights below a threshold are left
-    out. `low` is the bit pattern of this threshold. `target` is an integer in units of 2 ** -40. It
-    is less than the sum of all weights that are not left out.
+    The weights are added in the order of the vocabulary. Weights below a threshold are left out.
+    `threshold` is the bit pattern of this threshold. `target` is an integer in units of 2 ** -40.
+    The sum of all weights that are not left out is larger than `target`.
 
     Example: the weights are 0.5, 0.1 and 1, the threshold is 0.25, and `target` is 0.7 * 2 ** 40.
     The cumulative weights are 0.5, 0.5 and 1.5, so the result is 2.
@@ -191,11 +191,12 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
     while (sum_before + tile_sum <= target) & (begin + TILE < vocab_size):
         begin += TILE
         sum_before += tile_sum
-        tile_sum = tl.sum(kept_weights(logits, begin, max_logit, factor, vocab_size, low, TILE), 0)
-    # Read this tile again to find the column of the token.
-    weights = kept_weights(logits, begin, max_logit, factor, vocab_size, low, TILE)
-    cumulated = sum_before + tl.cumsum(weights, 0)
-    return begin + tl.sum((cumulated <= target).to(tl.int32), 0)
+        weights = kept_weights(logits, begin, max_logit, factor, vocab_size, threshold, TILE)
+        tile_sum = tl.sum(weights, 0)
+    # Read the tile that contains the token again, to find the column of the token.
+    weights = kept_weights(logits, begin, max_logit, factor, vocab_size, threshold, TILE)
+    cumulative = sum_before + tl.cumsum(weights, 0)
+    return begin + tl.sum((cumulative <= target).to(tl.int32), 0)
 
 
 @triton.jit

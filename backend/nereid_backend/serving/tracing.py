@@ -76,19 +76,14 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         propagator = TraceContextTextMapPropagator()
-
-        # OpenTelemetry needs the time since 1970, in nanoseconds. The start and the end of the span
-        # are converted with the same offset, so that the duration of the span is exact.
-        unix_offset_s = time.time() - time.monotonic()
+        start_ns, end_ns = _unix_times_ns(start, end)
         span = self._tracer.start_span(
             name,
             propagator.extract({TRACEPARENT: parent}),
-            start_time=int((unix_offset_s + start) * _NS_PER_S),
+            start_time=start_ns,
             attributes={**(attributes or {}), "nereid.model": self._model_name},
         )
-        # `start` and `end` can be measured by different processes, so `end` could be earlier than
-        # `start`. The duration must not be negative.
-        span.end(int((unix_offset_s + max(end, start)) * _NS_PER_S))
+        span.end(end_ns)
         headers: dict[str, str] = {}
         # If OTEL_SDK_DISABLED is set, the span has no valid id, and `inject` adds no header.
         propagator.inject(headers, set_span_in_context(span))
@@ -107,6 +102,18 @@ def traceparent_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
         RequestError: a parameter is not UTF-8.
     """
     return str(triton_api.parameters(request).get(TRACEPARENT, ""))
+
+
+def _unix_times_ns(start: float, end: float) -> tuple[int, int]:
+    """Convert two times of time.monotonic() to nanoseconds since 1970, as OpenTelemetry needs.
+
+    Both times are converted with the same offset, so that the duration is exact. If two processes
+    have measured the times, `end` can be earlier than `start`. The duration is then 0.
+    """
+    unix_offset_s = time.time() - time.monotonic()
+    start_ns = int((unix_offset_s + start) * _NS_PER_S)
+    end_ns = int((unix_offset_s + max(end, start)) * _NS_PER_S)
+    return start_ns, end_ns
 
 
 def _make_provider() -> Any:  # noqa: ANN401 - the type of an optional package

@@ -102,8 +102,7 @@ def _plan_conversion(folder: Path, dtype: Target) -> _Conversion:
     weight belongs to a linear layer.
     """
     config = read_config(folder, trust_remote_code=False)
-    architecture = model_class(config)
-    if architecture is None:
+    if model_class(config) is None:
         raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
     is_integer = dtype in _BITS
     float_dtype = _dtype_of(config) if is_integer else getattr(torch, dtype)
@@ -112,15 +111,28 @@ def _plan_conversion(folder: Path, dtype: Target) -> _Conversion:
     if not is_integer:
         return _Conversion(weights, float_dtype)
     unquantised_config = arguments["config"]  # `config` without quantization_config
-    linear_weights = _linear_weights(unquantised_config)
+    integers = _choose_integers(folder, dtype, unquantised_config, weights)
+    return _Conversion(weights, float_dtype, integers)
+
+
+def _choose_integers(
+    folder: Path,
+    dtype: Target,
+    config: Any,  # noqa: ANN401 - configs of transformers
+    weights: Mapping[str, Any],
+) -> _Integers:
+    """Choose the weights of the checkpoint in `folder` that become integers of the type `dtype`.
+
+    `weights` contains all weights by name. `config` must not contain quantization_config.
+    """
+    linear_weights = _linear_weights(config)
     integer_names = linear_weights & weights.keys()
     if not integer_names:  # example: an embedding model without the prefix "bert." in the names
         raise UnsupportedModelError(
             f"No weight of {folder} can become {dtype}, because none has the name of a linear "
-            f"layer of {architecture.__name__}. Convert it to bfloat16 or float32."
+            f"layer of {model_class(config).__name__}. Convert it to bfloat16 or float32."
         )
-    integers = _Integers(_BITS[dtype], integer_names, linear_weights - integer_names)
-    return _Conversion(weights, float_dtype, integers)
+    return _Integers(_BITS[dtype], integer_names, linear_weights - integer_names)
 
 
 def _check_target(folder: Path) -> None:

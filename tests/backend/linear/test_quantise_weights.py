@@ -114,7 +114,7 @@ def test_a_layer_that_is_rounded_in_slices_equals_the_layer_that_is_rounded_at_o
         slices.append((start, end))
         return weight[start:end]
 
-    quantise_weights.round_layer(layer, read_rows, bits)
+    quantise_weights.round_layer_in_place(layer, read_rows, bits)
 
     assert slices == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 75)]
     expected_layer = GroupedLinear.from_quantised(

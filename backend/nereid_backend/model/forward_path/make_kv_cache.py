@@ -52,12 +52,12 @@ def cache_class(
         kv_cache_dtype: the setting: "auto" (the data type of the model), "int8" or "fp8".
     """
     dtype = checkpoint.model.dtype
-    unrounded_class = unrounded_cache_class(block_size, dtype, checkpoint.device)
-    # With the setting "auto", nothing is rounded, and this call returns `unrounded_class`.
-    candidate = rounded_cache_class(unrounded_class, kv_cache_dtype)
-    # This call returns the candidate. However, if the GPU kernels of the candidate compute wrong
-    # results, the call returns a class whose attention is computed in plain torch.
-    return checked_cache_class(candidate, layers, block_size, dtype, checkpoint.device)
+    fastest = unrounded_cache_class(block_size, dtype, checkpoint.device)
+    if kv_cache_dtype != "auto":
+        fastest = rounded_cache_class(fastest, kv_cache_dtype)
+    # If the GPU kernels of the class compute wrong results, `checked_cache_class` returns a class
+    # whose attention is computed in plain torch.
+    return checked_cache_class(fastest, layers, block_size, dtype, checkpoint.device)
 
 
 def make_copied_cache(checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes) -> KVCache:

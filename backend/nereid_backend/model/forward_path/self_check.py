@@ -167,7 +167,8 @@ class PathCheck:
 
         Returns:
             The largest root mean square difference of a row, relative to the standard deviation of
-            the logits. Without float32 numbers, this is the largest median of a sequence instead.
+            the logits. If the model or the KV cache does not contain float32 numbers, the result is
+            the largest median of a sequence instead.
 
         Raises:
             UnfitError: if the difference is larger than rounding can explain.
@@ -183,14 +184,19 @@ class PathCheck:
         # whose logits then differ greatly.
         ignores_outliers = self._dtype != torch.float32 or self._is_rounded
         difference = _largest_difference(logits, self._trial, ignores_outliers=ignores_outliers)
-        tolerance = max(_TOLERANCE[self._dtype], _ROUNDED_TOLERANCE if self._is_rounded else 0.0)
         # `not <=` also refuses NaN.
-        if not difference <= tolerance:
+        if not difference <= self._tolerance:
             raise UnfitError(
                 "its logits differ from the logits of the unmodified model; the largest difference "
                 f"is {difference:.2g} times the standard deviation of the logits"
             )
         return difference
+
+    @property
+    def _tolerance(self) -> float:
+        """The largest difference that rounding can explain; see `compare`."""
+        tolerance = _TOLERANCE[self._dtype]
+        return max(tolerance, _ROUNDED_TOLERANCE) if self._is_rounded else tolerance
 
 
 def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool) -> float:

@@ -19,12 +19,6 @@ log = logging.getLogger(__name__)
 # The engine logs this text if a sequence that continues from a copy of its recurrent state gets
 # other logits.
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
-# A snapshot is a copy of the recurrent state of a sequence. The check uses only one snapshot, whose
-# id is `_SNAPSHOT`, and computes only one sequence at a time, whose index is 0. Each pair below
-# consists of the index of the sequence and the id of the snapshot.
-_SNAPSHOT = 0
-_SAVE = SnapshotPlan(loads=[], saves=[(0, _SNAPSHOT)], deleted=[])
-_RESTORE = SnapshotPlan(loads=[(0, _SNAPSHOT)], saves=[], deleted=[])
 # The smallest number of tokens in one half of a test sequence. Shorter halves cannot be checked.
 _MIN_HALF_LEN = 2
 # The largest accepted difference of the logits in float32. In the tests, rounding caused
@@ -77,14 +71,18 @@ def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
     and from the snapshot in the row from which the snapshot was copied. All bits of the logits must
     be equal.
     """
+    # The check uses one snapshot, with the id 0, and its steps contain one sequence, at index 0.
+    sequence_and_snapshot = (0, 0)
+    save = SnapshotPlan(loads=[], saves=[sequence_and_snapshot], deleted=[])
+    load = SnapshotPlan(loads=[sequence_and_snapshot], saves=[], deleted=[])
     original = _make_sequence(trial, row=0)
     first_half = Chunk(
         original, start=0, num_tokens=half_len, samples=False, is_first=True, num_logits=0
     )
-    _run_chunk(path, first_half, _SAVE)
+    _run_chunk(path, first_half, save)
     expected = _continue_from(path, original, half_len, restored=None)
-    in_other_row = _continue_from(path, _make_sequence(trial, row=1), half_len, restored=_RESTORE)
-    in_same_row = _continue_from(path, _make_sequence(trial, row=0), half_len, restored=_RESTORE)
+    in_other_row = _continue_from(path, _make_sequence(trial, row=1), half_len, restored=load)
+    in_same_row = _continue_from(path, _make_sequence(trial, row=0), half_len, restored=load)
     return torch.equal(in_other_row, expected) and torch.equal(in_same_row, expected)
 
 

@@ -199,23 +199,32 @@ def _longest_request(
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
     if configured_len is not None:
-        required_len = longest_len = configured_len
-    else:
-        # Any length is accepted, but the memory must be enough for one block of tokens (or for the
-        # model's limit, if it is shorter).
-        required_len = min(config.block_size, limit.num_tokens)
-        longest_len = min(limit.num_tokens, fitting_len)
-    if fitting_len < required_len:
-        # One additional block is allocated for the padding tokens in the inputs of a step.
-        num_needed_blocks = block.num_sequence_blocks(required_len) + 1
-        needed_bytes = num_needed_blocks * block.num_bytes
-        alternative = "" if configured_len is None else " or lower max_model_len"
-        raise ConfigError(
-            f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
-            f"max_model_len of {required_len} needs "
-            f"{format_bytes(needed_bytes)}. Raise kv_cache_memory{alternative}."
-        )
-    return longest_len
+        if fitting_len < configured_len:
+            problem = _describe_shortage(num_bytes, fitting_len, configured_len, block)
+            raise ConfigError(f"{problem} Raise kv_cache_memory or lower max_model_len.")
+        return configured_len
+    # Any length is accepted, but the memory must be enough for one block of tokens (or for the
+    # model's limit, if it is shorter).
+    smallest_len = min(config.block_size, limit.num_tokens)
+    if fitting_len < smallest_len:
+        problem = _describe_shortage(num_bytes, fitting_len, smallest_len, block)
+        raise ConfigError(f"{problem} Raise kv_cache_memory.")
+    return min(limit.num_tokens, fitting_len)
+
+
+def _describe_shortage(
+    num_bytes: int, fitting_len: int, required_len: int, block: BlockShape
+) -> str:
+    """Return a sentence that states how much memory requests of `required_len` tokens need.
+
+    The available memory, `num_bytes`, is enough for `fitting_len` tokens.
+    """
+    # One additional block is allocated for the padding tokens in the inputs of a step.
+    needed_bytes = (block.num_sequence_blocks(required_len) + 1) * block.num_bytes
+    return (
+        f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
+        f"max_model_len of {required_len} needs {format_bytes(needed_bytes)}."
+    )
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:

@@ -54,21 +54,20 @@ def choose_head(
         ) from error
     # The name of a method states which token vectors the head gets (see `HeadMethod`). The cheapest
     # method comes first.
-    methods_of_texts: tuple[HeadMethod, ...] = ("first", "last", "all", "whole")
-    methods_of_tokens: tuple[HeadMethod, ...] = ("tokens", "whole")
-    reason: str | None = None
-    for method in methods_of_tokens if per_token else methods_of_texts:
-        if method == "whole":
-            # Run the whole model as transformers itself does, with the model's own attention.
-            encoder.model.set_attn_implementation(encoder.own_attention)
+    methods: tuple[HeadMethod, ...] = ("tokens",) if per_token else ("first", "last", "all")
+    for method in methods:
         head = Head(encoder, method, per_token)
-        reason = _find_output_error(head, hidden, batch, expected)
-        if reason is None:
+        if _find_output_error(head, hidden, batch, expected) is None:
             return head
-    # `reason` belongs to the last method, which runs the whole model.
-    raise UnsupportedModelError(
-        f"the head of {name} is not supported: {reason}. Use a model of another architecture."
-    )
+    # Run the whole model as transformers itself does, with the model's own attention.
+    encoder.model.set_attn_implementation(encoder.own_attention)
+    whole_model = Head(encoder, "whole", per_token)
+    reason = _find_output_error(whole_model, hidden, batch, expected)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"the head of {name} is not supported: {reason}. Use a model of another architecture."
+        )
+    return whole_model
 
 
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:

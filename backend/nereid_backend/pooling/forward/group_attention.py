@@ -192,13 +192,11 @@ class GroupAttention:
             scores = torch.tanh(scores.float() / self.options.softcap) * self.options.softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        if self.options.sinks is not None:
-            # The attention sink is the score of an additional key, which has no value. The score is
-            # appended before the softmax, and the weight of the key is removed after the softmax.
-            column_shape = (*scores.shape[:3], 1)
-            sink_column = self.options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(column_shape)
-            weights_and_sink = torch.cat([scores, sink_column], dim=-1).float().softmax(-1)
-            weights = weights_and_sink[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        return weights.to(value.dtype) @ value
+        if self.options.sinks is None:
+            return scores.softmax(-1).to(value.dtype) @ value
+        # The attention sink is the score of an additional key, which has no value. The score is
+        # appended before the softmax, and the weight of the key is removed after the softmax.
+        column_shape = (*scores.shape[:3], 1)
+        sink_column = self.options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(column_shape)
+        weights_and_sink = torch.cat([scores, sink_column], dim=-1).float().softmax(-1)
+        return weights_and_sink[..., :-1].to(value.dtype) @ value

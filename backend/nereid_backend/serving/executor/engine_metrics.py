@@ -169,16 +169,21 @@ class EngineMetrics:
         if now < self._publish_due:
             return
         self._publish_due = now + _PUBLISH_INTERVAL_S
+        self._publish_changed_gauges(num_requests)
+        for process in self._processes:
+            _add_counter_increases(self._gauges_of_engines[process.index], statistics)
+        self._num_publications += 1
+        is_tenth_time = self._num_publications % _PUBLICATIONS_PER_COUNTER_UPDATE == 0
+        if is_tenth_time or num_requests == 0:
+            self._publish_counters(statistics)
+
+    def _publish_changed_gauges(self, num_requests: int) -> None:
+        """Publish the gauges of the executor and of the engine processes that have changed."""
         if num_requests != self._published_num_requests:
             self._num_requests.set(float(num_requests))
             self._published_num_requests = num_requests
         for process in self._processes:
-            engine = self._gauges_of_engines[process.index]
-            _publish_gauges(engine, process)
-            _add_counter_increases(engine, statistics)
-        self._num_publications += 1
-        if self._num_publications % _PUBLICATIONS_PER_COUNTER_UPDATE == 0 or not num_requests:
-            self._publish_counters(statistics)
+            _publish_gauges(self._gauges_of_engines[process.index], process)
 
     def _publish_counters(self, statistics: RequestStatistics) -> None:
         """Publish the counters and the histograms of requests."""

@@ -155,8 +155,7 @@ class PostprocessorModel:
             return None  # The stream has failed, and the client already has the error.
         choices.add(state)
         if state.is_last:
-            self._streams.remove(state)
-            self._record_span(choices)
+            self._end_stream(state, choices)
         else:
             self._send_signals(choices, state, request)
         outputs = choices.take_outputs(is_last=state.is_last)
@@ -165,8 +164,9 @@ class PostprocessorModel:
         choices.last_response_at = time.monotonic()
         return self._response(choices.context, outputs)
 
-    def _record_span(self, choices: Choices) -> None:
-        """Record the span of a stream that has just ended."""
+    def _end_stream(self, state: StepState, choices: Choices) -> None:
+        """Remove the stream of the last step `state` from the open streams, and record its span."""
+        self._streams.remove(state)
         self._tracing.record(
             "nereid.parse",
             choices.context.traceparent,
@@ -203,6 +203,8 @@ class PostprocessorModel:
 
         If the client has cancelled the request, these are all sequences. Otherwise, these are the
         sequences that have reached a stop string.
+
+        Mutates: `choices.last_cancel_check_at`, and `choices.is_cancelled` (in `_check_cancel`).
         """
         now = time.monotonic()
         # Each check for a cancelled request is a round trip to the server. Therefore, the time

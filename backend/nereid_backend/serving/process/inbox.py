@@ -46,15 +46,19 @@ class Inbox:
         Mutates: `_is_closed`. It becomes True if the last element of the queue was removed.
         """
         can_wait = timeout_s != 0
+        messages: list[Any] = []
         try:
-            batches = [self._batches.get(block=can_wait, timeout=timeout_s)]
+            batch = self._batches.get(block=can_wait, timeout=timeout_s)
         except queue.Empty:
-            return []
-        while not self._batches.empty():
+            return messages
+        while batch is not None:
+            messages += batch
+            if self._batches.empty():
+                return messages
             # This call does not block, because only one thread removes elements.
-            batches.append(self._batches.get())
-        self._is_closed = batches[-1] is None
-        return [message for batch in batches if batch is not None for message in batch]
+            batch = self._batches.get()
+        self._is_closed = True  # The last element of the queue is None.
+        return messages
 
     def _receive_all(self) -> None:
         """Receive messages until the other process has ended."""

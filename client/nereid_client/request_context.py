@@ -389,11 +389,11 @@ async def convert(request: Request, function: Callable[[], T], more_bytes: int =
     each of its collections would stop all threads, and would find nothing.
 
     Args:
-        request: the HTTP request, whose body has been parsed.
+        request: the HTTP request. If it has a body, the body has been parsed.
         function: converts the body. It may run in another thread.
         more_bytes: the size of other data that the function also converts.
     """
-    num_bytes: int = request.state.num_body_bytes + more_bytes
+    num_bytes = getattr(request.state, "num_body_bytes", 0) + more_bytes
     if num_bytes <= _LARGE_BODY_BYTES:
         return function()
     async with contexts_of(request).large_bodies:

@@ -196,7 +196,8 @@ async def list_input_items(request: Request, response_id: str) -> Json:
     """
     found = _find(request, response_id)
     query = validate(_ItemsQuery, dict(request.query_params))
-    items: list[Json] = json.loads(found.input_items)
+    input_items = found.input_items
+    items: list[Json] = await convert(request, lambda: json.loads(input_items), len(input_items))
     if query.order == "desc":
         items.reverse()
     return page(items, query.limit, query.after)

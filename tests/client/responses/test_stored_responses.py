@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from fakes.app_client import client_of
@@ -190,6 +191,24 @@ async def test_other_clients_are_served_while_a_long_conversation_is_converted(c
     assert (await client.get("/v1/models")).status_code == 200
     assert not has_ended.is_set()
     await long_request
+
+
+async def test_other_clients_are_served_while_long_input_items_are_read(client, monkeypatch):
+    has_started, has_ended = threading.Event(), threading.Event()
+
+    def parse_slowly(text):
+        has_started.set()
+        time.sleep(0.2)
+        has_ended.set()
+        return json.loads(text)
+
+    first = await create(client, [{"role": "user", "content": "word " * 300_000}])
+    monkeypatch.setattr(responses, "json", SimpleNamespace(loads=parse_slowly))
+    listing = asyncio.create_task(client.get(f"{PATH}/{first['id']}/input_items"))
+    await hold(has_started.is_set)
+    assert (await client.get("/v1/models")).status_code == 200
+    assert not has_ended.is_set()
+    assert len((await listing).json()["data"]) == 1
 
 
 async def test_an_unknown_response_is_a_404_that_names_its_id(client):

@@ -172,8 +172,31 @@ def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of 
     """
     if image.format == "WEBP":
         return _decode_webp(image, data)
+    if image.format == "PNG":
+        _convert_transparent_value(image)
     image.load()
     return image
+
+
+def _convert_transparent_value(image: Any) -> None:  # noqa: ANN401 - an image of Pillow
+    """Convert the transparent value of an opened PNG file to 8 bits.
+
+    Pillow converts the pixels of a file with 2 or 4 bits (grey) or 3 x 16 bits (RGB) to 8 bits, but
+    not the transparent value. Without this function, other pixels would become transparent.
+
+    Example: with 16 bits, the transparent value (32768, 32768, 32768) becomes (128, 128, 128).
+    Pillow alone would use (0, 0, 0), the lower 8 bits of each number.
+
+    Mutates: `image.info`.
+    """
+    value = image.info.get("transparency")
+    raw_mode = image.tile[0][3] if image.tile else None  # Pillow's name of the format in the file
+    if isinstance(value, int) and raw_mode == "L;2":
+        image.info["transparency"] = (value & 3) * 85
+    elif isinstance(value, int) and raw_mode == "L;4":
+        image.info["transparency"] = (value & 15) * 17
+    elif isinstance(value, tuple) and raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(number >> 8 for number in value)
 
 
 def _decode_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow

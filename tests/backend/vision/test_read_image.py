@@ -28,15 +28,34 @@ def file_of(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     return data.getvalue()
 
 
-def png(width: int, height: int, pixels: bytes = b"") -> bytes:
-    """Return a PNG file whose header contains the given size. The pixels need not fit the size."""
+def png(
+    width: int,
+    height: int,
+    pixels: bytes = b"",
+    *,
+    num_bits: int = 8,
+    is_grey: bool = False,
+    transparent: bytes = b"",
+) -> bytes:
+    """Return a PNG file whose header contains the given size. The pixels need not fit the size.
+
+    Args:
+        width: the width in the header.
+        height: the height in the header.
+        pixels: the pixels. Each row begins with a zero byte.
+        num_bits: the number of bits of each number.
+        is_grey: whether the pixels are grey instead of RGB.
+        transparent: the transparent value, two bytes for each number.
+    """
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(kind + data))
         return struct.pack(">I", len(data)) + kind + data + checksum
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, num_bits, 0 if is_grey else 2, 0, 0, 0)
     body = chunk(b"IDAT", zlib.compress(pixels))
+    if transparent:
+        body = chunk(b"tRNS", transparent) + body
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
 
@@ -118,6 +137,26 @@ def test_only_the_transparent_pixels_of_16_bits_are_white():
     image.putpixel((1, 0), 1_000)
     decoded = decode_image(file_of(image, transparency=1_000), "image", LIMITS)
     assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(78, 78, 78), (255, 255, 255)]
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "row", "transparent", "colours"),
+    [
+        pytest.param(2, b"\x1b", b"\0\1", [0, 255, 170, 255], id="grey, 2 bits"),
+        pytest.param(4, b"\x01\x2f", b"\0\1", [0, 255, 34, 255], id="grey, 4 bits"),
+        pytest.param(
+            16, bytes(6) + b"\x80\0" * 3, b"\x80\0" * 3, [0, 255], id="colours, 3 x 16 bits"
+        ),
+    ],
+)
+def test_the_transparent_colour_of_a_png_file_does_not_change_other_colours(
+    num_bits, row, transparent, colours
+):
+    is_grey = len(transparent) == 2
+    pixels = b"\0" + row
+    options = {"num_bits": num_bits, "is_grey": is_grey, "transparent": transparent}
+    image = decode_image(png(len(colours), 1, pixels, **options), "image", LIMITS)
+    assert [image.getpixel((x, 0))[0] for x in range(len(colours))] == colours
 
 
 def test_an_image_for_which_the_memory_is_too_small_is_not_called_damaged(monkeypatch):

@@ -107,7 +107,7 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
     value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
     if not isinstance(value, Mapping):
         return _read_source(value, part, field)
-    _check_format(value.get("format", "wav"), field)
+    _check_format(value.get("format"), field)
     base64_text = value.get("data")
     if isinstance(base64_text, str) and base64_text:
         return FoundAudio(field, base64_text)
@@ -131,8 +131,11 @@ def _read_source(source: Any, part: Mapping[str, Any], field: str) -> FoundAudio
 
 
 def _check_format(declared: Any, field: str) -> None:  # noqa: ANN401 - any JSON value
-    """Raise a RequestError if the client declares a format other than WAV."""
-    if declared != "wav":
+    """Raise a RequestError if the client declares a format other than WAV.
+
+    A missing format, or a format with the value null, means WAV.
+    """
+    if declared not in (None, "wav"):
         raise RequestError(
             f"{field}: the audio has the format {shown(declared)}, but the server decodes only "
             f"WAV. {_REMEDY}"

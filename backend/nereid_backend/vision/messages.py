@@ -25,7 +25,7 @@ from nereid_backend.vision.video_frames import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_TYPES = ("image_url", "image", "input_image")
+_IMAGE_TYPES = ("image_url", "image", "input_image")
 # The fields of a content part in which a client can send the image. If several fields are set, the
 # field that comes first in this tuple is used.
 IMAGE_FIELDS = ("image_url", "image", "url")
@@ -64,6 +64,15 @@ KIND_OF = {FoundImage: "images", FoundVideo: "videos", FoundAudio: "audio"}
 """Maps a class of media to the member of `KINDS`."""
 # Maps a class of media to the type of the placeholders in the messages.
 _PLACEHOLDER_TYPES = {FoundImage: "image", FoundVideo: "video", FoundAudio: "audio"}
+
+
+def is_image_part(part: Mapping[str, Any]) -> bool:
+    """Return whether a content part is an image.
+
+    In vLLM's API, a content part can have no type. Example: {"image_url": {"url": "data:..."}}.
+    """
+    kind = part.get("type")
+    return kind in _IMAGE_TYPES or (kind is None and any(name in part for name in _IMAGE_TYPES))
 
 
 def split_messages(
@@ -159,7 +168,7 @@ def _read_medium(part: Mapping[str, Any], field: str, limits: ImageLimits) -> Me
     if refused is not None:
         kind, reason = refused
         raise RequestError(f"{field}: the content part has the type {kind}, but {reason}")
-    return _read_image_part(part, field) if part.get("type") in IMAGE_TYPES else None
+    return _read_image_part(part, field) if is_image_part(part) else None
 
 
 def _read_image_part(part: Mapping[str, Any], field: str) -> FoundImage:

@@ -124,7 +124,8 @@ def _source_and_fps(part: Mapping[str, Any]) -> tuple[Any, Any]:
     value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
     fps = part.get("fps")
     if isinstance(value, Mapping):
-        return value.get("url"), value.get("fps", fps)
+        inner_fps = value.get("fps")
+        return value.get("url"), fps if inner_fps is None else inner_fps
     return value, fps
 
 

@@ -163,6 +163,7 @@ def test_long_audio_with_an_unusual_rate_is_resampled_soon():
 DATA = base64.b64encode(pcm(LEVELS)).decode()
 FORMS = {
     "OpenAI": {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}},
+    "format of null": {"type": "input_audio", "input_audio": {"data": DATA, "format": None}},
     "vLLM": {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{DATA}"}},
     "no type": {"audio_url": {"url": f"data:audio/x-wav;base64,{DATA}"}},
     "a text": {"type": "audio_url", "audio_url": f"data:audio/WAVE;base64,{DATA}"},

@@ -127,11 +127,12 @@ def test_images_of_messages_are_replaced_by_placeholders():
         {"type": "text", "text": "a"},
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "image_url", "image_url": url},
+        {"image_url": {"url": url}},
     ]
     body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "b"}]}
     assert has_image_parts(body)
-    assert take_media(body) == [url.encode()] * 2
-    assert body["messages"][0]["content"][1:] == [{"type": "image"}] * 2
+    assert take_media(body) == [url.encode()] * 3
+    assert body["messages"][0]["content"][1:] == [{"type": "image"}] * 3
     assert body["messages"][1]["content"] == "b"
 
 

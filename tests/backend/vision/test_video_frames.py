@@ -50,6 +50,10 @@ FORMS = {
         {"type": "video_url", "video_url": {"url": data_url(A, B), "fps": 0.5}},
         0.5,
     ),
+    "fps of null in the object": (
+        {"video_url": {"url": data_url(A, B), "fps": None}, "fps": 4},
+        4.0,
+    ),
     "fps of one frame each day": (
         {"type": "video_url", "video_url": {"url": data_url(A, B), "fps": 1 / 86_400}},
         1 / 86_400,

@@ -17,7 +17,7 @@ from nereid_backend.serving.tokenizer.chat_messages import (
 from nereid_backend.vision.audio_parts import audio_url, is_audio_part, read_audio_part
 from nereid_backend.vision.image_sources import ImageSources
 from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
-from nereid_backend.vision.messages import IMAGE_FIELDS, IMAGE_TYPES
+from nereid_backend.vision.messages import IMAGE_FIELDS, is_image_part
 from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
 
@@ -88,7 +88,7 @@ def _is_medium(part: Any) -> bool:  # noqa: ANN401 - any JSON value
     """Return whether a part of a message's content is an image, a video or audio."""
     if not isinstance(part, dict):
         return False
-    return part.get("type") in IMAGE_TYPES or is_video_part(part) or is_audio_part(part)
+    return is_image_part(part) or is_video_part(part) or is_audio_part(part)
 
 
 def take_media(body: dict[str, Any]) -> list[bytes]:

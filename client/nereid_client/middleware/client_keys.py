@@ -317,7 +317,7 @@ def read_key_file(path: Path) -> dict[str, KeyEntry]:
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"api_key_file: the file {path} cannot be read ({error}).") from None
     if not tables:
         raise SettingsError(f"api_key_file: the file {path} contains no API key.")

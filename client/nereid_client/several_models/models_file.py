@@ -144,7 +144,7 @@ def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> 
     """Read a models.toml file. It has one table for each model and optionally a memory budget."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"the file {path} cannot be read ({error}).") from None
     memory_budget = _pop_memory_budget(values, path)  # `values` then has only tables of models
     specs = [_read_model(name, table, path, defaults) for name, table in values.items()]
@@ -208,6 +208,13 @@ def _read_entry(name: str, table: object, path: Path) -> ModelEntry:
             f"{name}.served_model_name in the file {path} is wrong: the name of a model is the "
             f"name of its table, {name!r}. Add other names to the key aliases."
         )
+    for key, value in (entry.model_extra or {}).items():
+        if isinstance(value, list | dict):
+            raise SettingsError(
+                f"{name}.{key} in the file {path} is wrong: the value must be a number, true, "
+                "false, or a text in quotes such as 'name=/path,other=/path' or "
+                f"""'{{"enable_thinking": false}}', but it is {value!r}."""
+            )
     return entry
 
 
@@ -219,6 +226,10 @@ def _checkpoint_path(name: str, entry: ModelEntry, path: Path) -> Path:
         raise SettingsError(
             f"{name}.model in the file {path} is wrong: the home folder at the beginning of "
             f"{entry.model} is unknown. Give a path that does not begin with ~."
+        ) from None
+    except ValueError as error:  # the path contains a null character
+        raise SettingsError(
+            f"{name}.model in the file {path} is wrong: {entry.model!r} is not a path ({error})."
         ) from None
 
 

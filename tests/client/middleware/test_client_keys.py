@@ -97,6 +97,7 @@ def test_a_damaged_change_leaves_the_previous_keys_valid(write, caplog):
         ('[a]\nkey = "k\\n"', "no line end"),
         ('[a]\nkey = "k"\n[b]\nkey = "k"', "the same key twice"),
         ("[a", "cannot be read"),
+        (f"a = {'[' * 5000}", "cannot be read"),
         ('[""]\nkey = "k"', "1 to 64 characters"),
         (f'[{"a" * 65}]\nkey = "k"', "1 to 64 characters"),
         (f'[a]\nkey_sha256 = "{hashlib.sha256().hexdigest()}"', "an empty key"),

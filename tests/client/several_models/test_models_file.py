@@ -174,6 +174,10 @@ def test_tables_become_models_in_order(tmp_path):
         ('["a/b"]\nmodel = "b"\n["a-b"]\nmodel = "b"', "too similar"),
         ('[a]\nmodel = "b"\n[a-executor]\nmodel = "b"', "too similar"),
         ("a = 5", "a .* is wrong: it must be a table, but it is 5"),
+        (f"a = {'[' * 5000}", "cannot be read"),
+        ('[a]\nmodel = "b\\u0000"', "a.model .* is wrong: .* is not a path"),
+        ('[a]\nmodel = "b"\nimage_url_hosts = ["c.org"]', "a.image_url_hosts .* a text in quotes"),
+        ('[a]\nmodel = "b"\nchat_template_kwargs = {c = false}', "a.chat_template_kwargs .* text"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_table(tmp_path, text, words):

@@ -1,6 +1,7 @@
 """`nereid serve`: run a Triton server and the OpenAI frontend together."""
 
 import argparse
+import ipaddress
 import os
 import secrets
 import sys
@@ -81,7 +82,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     _add_frontend_defaults(environment)
     settings = startup_checks.check_frontend_settings(environment)
     host = args.host or "127.0.0.1"
-    if ":" in host:
+    if _is_ipv6(host):
         raise CliError(
             f"--host: the Triton server cannot listen on the IPv6 address {host}. Leave --host out "
             f"and set NEREID_OPENAI_HOST={host}, so that the OpenAI frontend listens on it."
@@ -338,6 +339,15 @@ def _exposure_warnings(host: str, settings: Settings) -> list[str]:
 def _metrics_url(args: argparse.Namespace) -> str:
     """Return the URL of the Triton server's metrics."""
     return f"http://{_address_to_connect_to(args.host or '127.0.0.1')}:{args.metrics_port}/metrics"
+
+
+def _is_ipv6(host: str) -> bool:
+    """Return whether `host` is an IPv6 address, unlike a wrong value such as "127.0.0.1:8000"."""
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _address_to_connect_to(host: str) -> str:

@@ -44,6 +44,8 @@ FRONTEND_FLAGS = {
 }
 # A smaller --max-process-memory would let every process be killed again and again.
 _SMALLEST_PROCESS_MEMORY = 64 * 2**20
+# Python raises an OverflowError if a timeout exceeds about 9.2 * 10**9 seconds.
+_LARGEST_NUMBER = 10**9
 PORT_FLAGS = {
     "--http-port": (8000, "The port of the Triton server's HTTP endpoint."),
     "--grpc-port": (8001, "The port of the Triton server's gRPC endpoint."),
@@ -135,7 +137,7 @@ def _add_process_flags(server: "argparse._ArgumentGroup") -> None:
     )
     server.add_argument(
         "--max-restarts",
-        type=_at_least_0(int),
+        type=_not_negative(int),
         default=5,
         metavar="N",
         help="The maximum number of restarts in a row of a process that ended. 0 means no restart. "
@@ -143,7 +145,7 @@ def _add_process_flags(server: "argparse._ArgumentGroup") -> None:
     )
     server.add_argument(
         "--restart-backoff",
-        type=_at_least_0(float),
+        type=_not_negative(float),
         default=1.0,
         metavar="S",
         help="The number of seconds before the second restart in a row. It doubles for each "
@@ -151,7 +153,7 @@ def _add_process_flags(server: "argparse._ArgumentGroup") -> None:
     )
     server.add_argument(
         "--hang-timeout",
-        type=_at_least_0(float),
+        type=_not_negative(float),
         default=300.0,
         metavar="S",
         help="If a model does not answer a small request for this many seconds while requests are "
@@ -168,7 +170,7 @@ def _add_process_flags(server: "argparse._ArgumentGroup") -> None:
     )
     server.add_argument(
         "--drain-timeout",
-        type=_at_least_0(float),
+        type=_not_negative(float),
         default=30.0,
         metavar="S",
         help="The number of seconds that running requests have to finish after SIGTERM. The "
@@ -221,13 +223,15 @@ def _process_memory(text: str) -> int:
     return size
 
 
-def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
-    """Return a function that parses the number in a flag, and rejects negative numbers."""
+def _not_negative(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
+    """Return a function that parses the number in a flag, and rejects negative and huge numbers."""
 
     def parse(text: str) -> _Number:
         number = kind(text)
-        if not 0 <= number < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be at least 0, but it is {text}")
+        if not 0 <= number <= _LARGEST_NUMBER:
+            raise argparse.ArgumentTypeError(
+                f"must be at least 0 and at most {_LARGEST_NUMBER}, but it is {text}"
+            )
         return number
 
     parse.__name__ = "number"  # the error message of argparse then says "invalid number value"

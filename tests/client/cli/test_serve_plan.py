@@ -99,6 +99,19 @@ def test_an_ipv6_address_for_the_triton_server_is_refused(plan):
         plan(f"--openai-port={port}", "--host=::1")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "http://127.0.0.1"])
+def test_a_host_with_a_port_or_a_scheme_is_not_called_an_ipv6_address(plan, host):
+    [port] = free_ports(1)
+    with pytest.raises(CliError, match=f"--host: {host} is not an address of this machine"):
+        plan(f"--openai-port={port}", f"--host={host}")
+
+
+def test_a_time_that_python_cannot_wait_for_is_refused(plan, capsys):
+    with pytest.raises(SystemExit):
+        plan("--hang-timeout=1e300")
+    assert "must be at least 0 and at most 1000000000, but it is 1e300" in capsys.readouterr().err
+
+
 def test_flags_take_precedence_over_the_variables_of_the_frontend(plan):
     [port] = free_ports(1)
     made = plan(

@@ -162,7 +162,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     """Whether Python files of the checkpoint may be executed."""
 
-    grammar_threads: PositiveInt = 2
+    grammar_threads: NumThreads = 2
     """The largest number of grammars that are compiled at the same time."""
 
     grammar_timeout: PositiveFloat = 10.0

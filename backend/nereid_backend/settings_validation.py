@@ -44,6 +44,9 @@ _CONFIG = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
 
+# The settings are sent to the engine process as msgpack, whose largest integers have 64 bits.
+_LARGEST_INTEGER = 2**64 - 1
+
 # Phrases in pydantic's error messages, and the simpler phrases that replace them.
 _PHRASES = {
     "a valid integer": "an integer",
@@ -182,7 +185,22 @@ def from_texts(kind: type[SettingsT], texts: Mapping[str, str], *, prefix: str =
     stripped = {name: texts[name].strip() for name in setting_names(kind) if name in texts}
     not_empty = {name: text for name, text in stripped.items() if text}
     with _config_errors(kind, prefix):
-        return TypeAdapter(kind).validate_strings(not_empty)
+        settings = TypeAdapter(kind).validate_strings(not_empty)
+    _check_integers(settings, prefix)
+    return settings
+
+
+def _check_integers(settings: object, prefix: str) -> None:
+    """Raise a ConfigError for an integer that cannot be sent to another process.
+
+    In the message, `prefix` precedes the name of the setting.
+    """
+    for name in setting_names(type(settings)):
+        value = getattr(settings, name)
+        if isinstance(value, int) and value > _LARGEST_INTEGER:
+            raise ConfigError(
+                f"{prefix}{name}: the value must be at most {_LARGEST_INTEGER}, but it is {value}."
+            )
 
 
 def setting_names(*kinds: type) -> list[str]:

@@ -80,6 +80,7 @@ def test_a_model_is_needed():
         {"max_model_len": 1},
         {"num_threads": 0},
         {"num_threads": 5000},
+        {"grammar_threads": 100_000},
         {"data_parallel_size": 5000},
         {"tensor_parallel_size": 5000},
         {"prepack": 1},
@@ -96,6 +97,12 @@ def test_a_wrong_value_is_refused_when_the_config_is_made(wrong):
     name = next(iter(wrong))
     with pytest.raises(ConfigError, match=f"{name}: the value must be"):
         EngineConfig(**{"model": "/m", **wrong})
+
+
+def test_a_number_that_no_process_can_receive_is_refused_with_its_name():
+    message = f"seed: the value must be at most {2**64 - 1}, but it is {10**30}"
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_settings({"model": "/m", "seed": str(10**30)})
 
 
 def test_the_error_about_too_many_threads_names_the_limit():

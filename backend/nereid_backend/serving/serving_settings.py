@@ -8,9 +8,9 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nereid_backend.attention.cpu.instruction_sets import CPU_INSTRUCTIONS
 from nereid_backend.config import EngineConfig
@@ -88,8 +88,8 @@ class ServingSettings:
     """The time after which a stream is aborted if the Triton server accepts no response of the
     stream."""
 
-    max_streams: PositiveInt = 4096
-    """The largest number of running and waiting sequences."""
+    max_streams: Annotated[int, Field(gt=0, le=2**20)] = 4096
+    """The largest number of running and waiting sequences, at most 1048576."""
 
     engine_start_timeout_s: PositiveInt = 3600
     """The longest time for loading a checkpoint."""

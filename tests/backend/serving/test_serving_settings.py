@@ -87,6 +87,12 @@ def test_a_wrong_value_is_named(tmp_path):
         read_settings(args(tmp_path, model="x"), {"NEREID_STALE_AFTER_MS": "0"})
 
 
+def test_more_streams_than_the_memory_can_describe_are_refused(tmp_path):
+    environment = {"NEREID_MAX_STREAMS": "1000000000"}
+    with pytest.raises(ConfigError, match="max_streams: the value must be at most 1048576"):
+        read_settings(args(tmp_path, model="/m"), environment)
+
+
 def test_the_settings_of_other_programs_are_ignored(tmp_path):
     read_settings(args(tmp_path, model="x"), OTHER_SETTINGS)
 

@@ -81,15 +81,15 @@ class CpuThreads:
         """Set the number of threads with which a step is expected to be fastest.
 
         The thread that computes the steps calls this method before each step. Most calls return
-        immediately, because the number of threads changes at most once per second. The number
-        depends on the CPU time of other processes, except during pauses (see `pause`). If this time
-        is unknown, the number does not change. After a pause of more than a second, the largest
-        number of threads is used until other processes have been measured for a second.
+        immediately, because other processes are measured for a second before the number of threads
+        changes. If their CPU time is unknown, the number does not change. The CPU time during
+        pauses does not count (see `pause`). After a pause of more than a second, the largest number
+        of threads is used until other processes have been measured for a second.
         """
         meter = self._meter
         if not meter.is_running:
             if meter.seconds_since_stop() > _WINDOW_S:
-                meter.reset()
+                meter.reset()  # The measurements before a long pause no longer count.
                 _change_num_threads(self._max_threads)
             meter.start()
         elif meter.measured_seconds() >= _WINDOW_S:
@@ -97,8 +97,7 @@ class CpuThreads:
             load = meter.mean_load()
             if load is not None:
                 _change_num_threads(suitable_threads(self._max_threads, self._num_cpus, load))
-            meter.reset()
-            meter.start()
+            meter.restart()
 
     def pause(self) -> None:
         """Stop measuring other processes until the next call of `adjust`.
@@ -150,6 +149,11 @@ class _LoadMeter:
         self._seconds = 0.0
         self._cpu_seconds = 0.0
 
+    def restart(self) -> None:
+        """Forget the periods that have ended, and begin a period."""
+        self.reset()
+        self.start()
+
     def seconds_since_stop(self) -> float:
         """Return the time since the end of the last period, in seconds."""
         return self._clock() - self._stop_time
@@ -200,7 +204,7 @@ def suitable_threads(max_threads: int, num_cpus: int, used_by_others: float) -> 
 def cpu_time_of_others(cpus: frozenset[int]) -> float | None:
     """Return the CPU time in seconds that other processes have used since the system's start.
 
-    `_ticks_of_line` leaves out processes of low priority (with a positive nice value), because they
+    The result leaves out processes of low priority (with a positive nice value), because they
     hardly delay the threads of this process.
 
     Args:

@@ -42,19 +42,8 @@ def awq_format(settings: Settings) -> Format:
             f"the AWQ version {version} with {bits} bits is not supported. The supported version "
             "is gemm with 4 bits"
         )
-    # AMD Quark writes this field. Other programs always use the order of AWQ.
-    pack_method = settings.get("pack_method", "reorder")
-    if pack_method != "reorder":
-        raise UnknownVariantError(
-            f"AWQ weights with the pack_method {pack_method!r} (quantization_config of "
-            "config.json) are not supported. The supported pack_method is 'reorder'"
-        )
-    # Other programs store unsigned integers even if the weights are symmetric.
-    if "pack_method" in settings and settings.get("zero_point") is False:
-        raise UnknownVariantError(
-            "symmetric AWQ weights of AMD Quark (pack_method and zero_point false in "
-            "quantization_config of config.json), which are signed integers, are not supported"
-        )
+    if "pack_method" in settings:
+        _check_settings_of_quark(settings)
     layout = Layout(
         main=".qweight",
         others=(".qzeros", ".scales"),
@@ -63,6 +52,26 @@ def awq_format(settings: Settings) -> Format:
         has_integers=True,
     )
     return Format((layout,))
+
+
+def _check_settings_of_quark(settings: Settings) -> None:
+    """Raise an UnknownVariantError if the settings of AMD Quark describe other integers than AWQ.
+
+    Only AMD Quark writes the field pack_method. Other programs always use the order of AWQ, and
+    store unsigned integers even if the weights are symmetric.
+    """
+    pack_method = settings["pack_method"]
+    if pack_method != "reorder":
+        raise UnknownVariantError(
+            f"AWQ weights with the pack_method {pack_method!r} (quantization_config of "
+            "config.json) are not supported. The supported pack_method is 'reorder'"
+        )
+    is_symmetric = settings.get("zero_point") is False
+    if is_symmetric:
+        raise UnknownVariantError(
+            "symmetric AWQ weights of AMD Quark (pack_method and zero_point false in "
+            "quantization_config of config.json), which are signed integers, are not supported"
+        )
 
 
 def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001

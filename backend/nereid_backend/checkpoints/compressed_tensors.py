@@ -188,14 +188,14 @@ def _common_bits(weights: Sequence[Mapping[str, Any]]) -> int:
     return bits if isinstance(bits, int) and 1 <= bits <= _MAX_BITS else _USUAL_BITS
 
 
-def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return the block shape (rows, columns) of the weights; None if the weights have no blocks.
+def _block_shape(settings_of_schemes: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
+    """Return the block shape (rows, columns) of the first scheme with blocks; None without blocks.
 
     A scheme for float8 weights may divide each weight into blocks, which have one scale each.
-    `weights` contains the settings of each scheme.
+    Example: the settings [{"num_bits": 8, "block_structure": [128, 128]}] give (128, 128).
     """
-    for arguments in weights:
-        shape = arguments.get("block_structure")
+    for settings in settings_of_schemes:
+        shape = settings.get("block_structure")
         if isinstance(shape, str):  # Old versions of the library wrote a text such as "128x128".
             shape = shape.split("x")
         if shape:
@@ -357,21 +357,21 @@ def _create_integer_weight(
         group_size = usual_group_size
     else:
         group_size = math.ceil(num_inputs / num_groups)
-    input_groups = _known_groups(group_of_input, num_groups)
+    input_groups = None if group_of_input is None else _known_groups(group_of_input, num_groups)
     return IntegerWeight(values, group_scales, group_zeros, group_size, bits, input_groups)
 
 
-def _known_groups(group_of_input: Tensor | None, num_groups: int) -> Tensor | None:
-    """Return the group of each input, int64; None if the inputs of each group are consecutive.
+def _known_groups(group_of_input: Tensor, num_groups: int) -> Tensor | None:
+    """Return the group of each input as int64; None if the file does not contain the real groups.
+
+    The file then contains `_UNKNOWN_GROUP`, because the library did not compute the order of
+    activations for this layer. Example: an expert that got no tokens of the calibration data. The
+    inputs of each group are then consecutive.
 
     Raises:
         ValueError: if an input belongs to a group that does not exist.
     """
-    if group_of_input is None:
-        return None
     if bool((group_of_input == _UNKNOWN_GROUP).any()):
-        # The library did not compute the order of activations for this layer. Example: an expert
-        # that got no tokens of the calibration data.
         return None
     if int(group_of_input.min()) < 0 or int(group_of_input.max()) >= num_groups:
         raise ValueError(f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}")

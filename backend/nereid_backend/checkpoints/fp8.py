@@ -65,10 +65,10 @@ def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
     `block` is the number of rows and the number of columns of a block. Each block has one scale.
     `block` is None if the weights are not divided into blocks.
     """
-    layer_layouts = [_float8_layout(".weight", scale, block) for scale in _SCALES]
+    suffixes = [(".weight", scale) for scale in _SCALES]
     # The name of a tensor with the weights of several experts has no suffix: "experts.down_proj".
-    expert_layouts = [_float8_layout(main="", scale=scale, block=block) for scale in _EXPERT_SCALES]
-    return (*layer_layouts, *expert_layouts)
+    suffixes += [("", scale) for scale in _EXPERT_SCALES]
+    return tuple(_float8_layout(main, scale, block) for main, scale in suffixes)
 
 
 def _float8_layout(main: str, scale: str, block: tuple[int, int] | None) -> Layout:
@@ -89,10 +89,20 @@ def _decode(
     scale: str,
     block: tuple[int, int] | None,
 ) -> Tensor:
-    """Decode a float8 weight; see `_float8_layout` for the arguments."""
+    """Decode a float8 weight: multiply its numbers by their scales, and convert them to `dtype`.
+
+    A checkpoint with blocks can contain other layers with one scale, or with one scale for each
+    row. Therefore, the shape of the scales determines whether the weight has blocks.
+
+    Args:
+        tensors: the tensors of the weight, by suffix.
+        dtype: the data type of the result.
+        main: the suffix of the tensor that contains the numbers.
+        scale: the suffix of the tensor that contains the scales.
+        block: the number of rows and columns of a block; None if the checkpoint has no blocks.
+    """
     values, scales = tensors[main], tensors[scale]
-    # A checkpoint with blocks can contain other layers with one scale, or with one scale for each
-    # row.
-    is_for_rows = tuple(scales.shape) == (*values.shape[:-1], 1)
-    has_blocks = scales.dim() >= 2 and scales.numel() > 1 and not is_for_rows
+    has_one_scale = scales.dim() < 2 or scales.numel() <= 1
+    has_scales_of_rows = tuple(scales.shape) == (*values.shape[:-1], 1)
+    has_blocks = not has_one_scale and not has_scales_of_rows
     return scale_blocks(values, scales, dtype, block if has_blocks else None)

@@ -41,11 +41,12 @@ class IntegerWeight:
     def __post_init__(self) -> None:
         """Raise a ValueError if the shapes of the tensors do not match."""
         num_rows, num_inputs = self.values.shape
-        if self.input_groups is None:
+        has_consecutive_groups = self.input_groups is None
+        if has_consecutive_groups:
             num_groups = math.ceil(num_inputs / max(1, self.group_size))
         else:
-            # Groups of inputs that are not consecutive can have any size. The number of scales is
-            # then the number of groups, and only the zeros must have the same number of groups.
+            # Groups of inputs that are not consecutive can have any size. Each row may therefore
+            # have any number of scales, but must have as many zeros as scales.
             num_groups = self.scales.shape[-1]
         needed_shape = (num_rows, num_groups)
         for name, numbers in (("scales", self.scales), ("zeros", self.zeros)):

@@ -87,9 +87,9 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
     """Raise a ModelError if the old checkpoint has none of the new checkpoint's vocabulary files.
 
-    The tokenizers of such checkpoints cannot be compared. A new checkpoint without vocabulary files
-    is accepted. Example: the old checkpoint has only
-    tokenizer.json, and the new checkpoint has only vocab.txt.
+    The tokenizers of such checkpoints cannot be compared. Example: the old checkpoint has only
+    tokenizer.json, and the new checkpoint has only vocab.txt. A new checkpoint without vocabulary
+    files is accepted.
     """
     new_vocabularies = [name for name in VOCABULARIES if name in new]
     has_common_vocabulary = any(name in old for name in new_vocabularies)

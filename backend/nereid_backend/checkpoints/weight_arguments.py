@@ -53,13 +53,7 @@ def weight_arguments(
     gguf_link = folder / GGUF_LINK
     if gguf_link.is_file():
         return _arguments_with_weights(config, _gguf_weights(gguf_link, config, dtype))
-    if (folder / ADAPTER_CONFIG_FILE).is_file():
-        logger.warning(
-            "%s also contains an adapter, which is not applied to the model. To apply it, merge it "
-            "into the model, or set lora_adapters to name=%s.",
-            folder,
-            folder,
-        )
+    _warn_about_adapter(folder)
     settings = quantisation_settings(config)
     if settings is None and _can_transformers_read(folder) and not as_dict:
         return {
@@ -69,6 +63,17 @@ def weight_arguments(
         }
     weights = lazy_weights(open_tensors(folder), settings, dtype)
     return _arguments_with_weights(_without_quantisation(config), weights)
+
+
+def _warn_about_adapter(folder: Path) -> None:
+    """Log a warning if the folder of a checkpoint also contains an adapter."""
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        logger.warning(
+            "%s also contains an adapter, which is not applied to the model. To apply it, merge it "
+            "into the model, or set lora_adapters to name=%s.",
+            folder,
+            folder,
+        )
 
 
 def _can_transformers_read(folder: Path) -> bool:

@@ -21,10 +21,10 @@ def cheapest_victim(index: int, running: RunningSequences) -> Sequence:
 def cheapest_victim_of_largest_client(index: int, running: RunningSequences) -> Sequence:
     """Choose the sequence to preempt if several clients have requests.
 
-    The sequence at `index` needs blocks. The result is the cheapest sequence of the client with the
-    largest number of blocks, divided by the client's weight. Only the sequences from `index` on can
-    be chosen. The first running sequence is chosen only if it is the only running sequence, so it
-    always finishes.
+    The sequence at `index` needs blocks. It is chosen if no sequence comes after it. Otherwise, the
+    result is the cheapest candidate of the client with the largest number of blocks, divided by the
+    client's weight. The candidates are the sequence at `index` and all later sequences. However,
+    the first running sequence is no candidate, so it always finishes.
     """
     sequence = running[index]
     later_sequences = running.after(index)

@@ -321,21 +321,21 @@ class DiskTier:
             read.contents.extend(b"" for _ in read.missing_hashes)
 
     def _read_blocks(self, read: _PrefixRead) -> None:
-        """Read the missing blocks of a request into `read.contents`, until a file is damaged."""
-        hashes = iter(read.missing_hashes)
-        for block_hash in hashes:
+        """Read the missing blocks of a request into `read.contents`.
+
+        The blocks after a damaged block cannot be used, so they are not added. Their files are read
+        nevertheless, because `DiskStore.read` deletes damaged files, and the engine can then write
+        these files again.
+        """
+        has_damaged_block = False
+        for block_hash in read.missing_hashes:
             if read.is_cancelled:
                 return
             content = self._store.read(_block_key(block_hash))
             if content is None:
-                break
-            read.contents.append(content)
-        # The blocks after a damaged block cannot be used. They are read nevertheless, because
-        # `DiskStore.read` deletes damaged files, and the engine can then write these files again.
-        for block_hash in hashes:
-            if read.is_cancelled:
-                return
-            self._store.read(_block_key(block_hash))
+                has_damaged_block = True
+            elif not has_damaged_block:
+                read.contents.append(content)
 
 
 def _save_oldest_first(unsaved: dict[bytes, None], save: Callable[[bytes], bool]) -> bool:

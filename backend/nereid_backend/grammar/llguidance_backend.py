@@ -140,7 +140,8 @@ class LLGuidanceBackend:
         """
         parts = (part for part, _ in subschemas(schema) if isinstance(part, dict))
         with_pattern = (part for part in parts if isinstance(part.get("pattern"), str))
-        for part in itertools.islice(with_pattern, _MAX_LOCATED):
+        # The list is complete before the first pattern is removed.
+        for part in list(itertools.islice(with_pattern, _MAX_LOCATED)):
             grammar = _schema_grammar({"type": "string", "pattern": part["pattern"]})
             # Example: "look-around, including look-ahead and look-behind, is not supported". The
             # messages about invalid patterns do not contain these words.
@@ -312,14 +313,7 @@ def _problem(matcher: LLMatcher) -> str:
 def _pattern_problem(matcher: LLMatcher) -> str:
     """Return the library's error message for a regular expression as one line, with the column.
 
-    Example: for `(ab`, the result is "unclosed group (column 1)". The library's message is
-
-        at 1(8): invalid regex "(ab" (in regex): regex parse error:
-            (ab
-            ^
-        error: unclosed group
-           1 | start: /(ab/
-                      ^
+    Example: for `(ab`, the result is "unclosed group (column 1)".
     """
     error_text = str(matcher.get_error())
     message = _last_error(error_text)  # the text after "error: ", such as "unclosed group"
@@ -327,14 +321,24 @@ def _pattern_problem(matcher: LLMatcher) -> str:
         # llguidance's message has no line that begins with "error: ". Remove the regular expression
         # from the message, and return the message's first line.
         return _short_line(_INVALID_REGEX.sub("", error_text))
+    column = _error_column(error_text)
+    return message if column is None else f"{message} (column {column})"
+
+
+def _error_column(error_text: str) -> int | None:
+    """Return the column at which a regular expression is wrong; None if the message has no column.
+
+    Example: the result is 1 for the message
+
+        at 1(8): invalid regex "(ab" (in regex): regex parse error:
+            (ab
+            ^
+        error: unclosed group
+    """
     # The first line of only spaces and "^" points at the error in the expression above. Both lines
-    # are indented by 4 spaces, so 4 spaces before "^" mean column 1, and 6 spaces mean column 3.
-    # A quoted expression such as "^(ab" also begins with "^", but its line has other characters.
-    marker = re.search(r"^( +)\^+$", error_text, re.MULTILINE)
-    if marker is None:
-        return message
-    column = len(marker[1]) - _EXCERPT_INDENT + 1
-    return f"{message} (column {column})"
+    # are indented by `_EXCERPT_INDENT` spaces.
+    marker = re.search(r"^(?P<spaces> +)\^+$", error_text, re.MULTILINE)
+    return None if marker is None else len(marker["spaces"]) - _EXCERPT_INDENT + 1
 
 
 def _last_error(error_text: str) -> str | None:

@@ -232,16 +232,19 @@ class GroupedLinear(nn.Linear):
     ) -> Tensor:
         """Compute a product with weights that have the number of bits and the groups of this layer.
 
+        The weights of several layers can be concatenated, so that one call computes these layers.
+
         Args:
-            x: [..., in_features].
-            values: the integers; see the attributes of this class.
-            scales: see the attributes of this class.
-            zeros: see the attributes of this class.
+            x: the input, [..., in_features].
+            values: the integers, packed as uint8 in panels of 16 outputs.
+            scales: the scale of each group of inputs, [panels, groups, 16].
+            zeros: the integer that represents the weight 0 in each group, [panels, groups, 16];
+                None if this is the middle of the range in every group.
             bias: [num_outputs], or None.
             num_outputs: the number of outputs, without the padding of the last panel.
 
         Returns:
-            [..., num_outputs].
+            The output, [..., num_outputs].
         """
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)

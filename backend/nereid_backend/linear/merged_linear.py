@@ -231,9 +231,8 @@ def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
 def _merge(layers: list[nn.Linear]) -> None:
     """Merge the weights of layers with the same input, so that one product computes all layers.
 
-    The layers remain the same objects, but their class changes to a subclass of `MergedLayer`. The
-    first layer gets the merged weights, and the weight of each layer becomes a view into the merged
-    weights. Mutates: the layers.
+    The layers remain the same objects, but their class changes to a subclass of `MergedLayer`.
+    Mutates: the layers.
     """
     merged_class = _MERGED_CLASSES[type(layers[0])]
     merged_bias = _merged_bias(layers)
@@ -241,15 +240,23 @@ def _merge(layers: list[nn.Linear]) -> None:
     # output from `group`.
     group = _MergedGroup([layer.out_features for layer in layers])
     merged_layers = [change_class(layer, merged_class) for layer in layers]
-    first = merged_layers[0]
     for position, layer in enumerate(merged_layers):
         layer.group = group
         layer.position = position
+    _register_merged_tensors(merged_layers, merged_bias)
+
+
+def _register_merged_tensors(layers: list[MergedLayer], merged_bias: Tensor | None) -> None:
+    """Store the merged weights and the merged bias of a group in its first layer.
+
+    Mutates: the layers. The weight of each layer becomes a view into the merged weights.
+    """
+    first = layers[0]
     # The tensors are registered as buffers, so that torch.export treats them as part of the model.
     first.register_buffer("merged_bias", merged_bias, persistent=False)
-    for name in merged_class.weight_names:
+    for name in first.weight_names:
         is_missing = getattr(first, name) is None  # The tensor "zeros" of integers is optional.
-        merged = None if is_missing else _join(merged_layers, name)
+        merged = None if is_missing else _join(layers, name)
         first.register_buffer(f"merged_{name}", merged, persistent=False)
 
 
@@ -269,7 +276,6 @@ def _join(layers: list[MergedLayer], name: str) -> Tensor:
         # weights, are plain tensors.
         is_parameter = isinstance(tensor, nn.Parameter)
         setattr(layer, name, nn.Parameter(view, requires_grad=False) if is_parameter else view)
-        del tensor  # The original tensor is freed before the next tensor is copied.
     return merged
 
 

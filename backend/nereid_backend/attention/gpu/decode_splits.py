@@ -92,15 +92,15 @@ def captured_splits(
         tile: the number of keys in a tile.
         device: the device of the step.
     """
-    longest = max(_num_visible(max_length, window, tile) for _, max_length in rows.bounds)
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    wanted_splits = divide_up(wanted_programs, rows.count * programs_per_split)
-    # If there are many sequences, `wanted_splits` is small. Nevertheless, the keys of a long
+    splits_for_busy_gpu = divide_up(wanted_programs, rows.count * programs_per_split)
+    # A split has at least `_MIN_TILES` tiles, so a short sequence has few splits.
+    most_keys = max(_num_visible(max_length, window, tile) for _, max_length in rows.bounds)
+    splits_of_longest = max(1, divide_up(most_keys, _MIN_TILES * tile))
+    upper_bound = min(splits_of_longest, MAX_SPLITS)
+    # If there are many sequences, `splits_for_busy_gpu` is small. Nevertheless, the keys of a long
     # sequence must be divided among several programs.
-    num_splits = max(wanted_splits, _MIN_CAPTURED_SPLITS)
-    # A split has at least `_MIN_TILES` tiles.
-    max_splits = min(divide_up(longest, _MIN_TILES * tile), MAX_SPLITS)
-    return max(1, min(num_splits, max_splits))
+    return min(max(splits_for_busy_gpu, _MIN_CAPTURED_SPLITS), upper_bound)
 
 
 @functools.cache

@@ -341,6 +341,7 @@ def _special_token_ids(file: GgufFile) -> dict[str, Any]:
     Raises:
         ModelError: if an id is not an integer.
     """
+    vocab_size = file.tensors[_EMBEDDINGS].shape[0]
 
     def read_id(name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -354,8 +355,8 @@ def _special_token_ids(file: GgufFile) -> dict[str, Any]:
         is_in_vocabulary = token_id is not None and token_id < vocab_size
         return token_id if is_in_vocabulary else None
 
-    vocab_size = file.tensors[_EMBEDDINGS].shape[0]
-    end_ids = {read_id("eos"), read_id("eot"), read_id("eom")} - {None}
+    ids = (read_id("eos"), read_id("eot"), read_id("eom"))
+    end_ids = {token_id for token_id in ids if token_id is not None}
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
         texts = enumerate(tokens[:vocab_size])

@@ -305,18 +305,14 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
-    tokenizer = _with_tokens_of_file(tokenizer, values)
+    tokenizer = _with_rules_of_file(tokenizer, values)
     if values.get("add_prefix_space") is False:
         _remove_prefix_space(tokenizer)
     return tokenizer
 
 
-def _with_tokens_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as below
-    """Return a copy of a tokenizer that has exactly the added tokens of the file.
-
-    transformers adds the default special tokens of its tokenizer class to the vocabulary. Example:
-    "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
-    model has no such token, so the server would refuse each prompt that contains this text.
+def _with_rules_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as below
+    """Return a copy of a tokenizer that has exactly the added tokens and the rules of the file.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
@@ -324,15 +320,38 @@ def _with_tokens_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # n
     """
     from tokenizers import Tokenizer
 
-    content = json.loads(tokenizer.to_str())
-    num_tokens = len(values["tokens"])
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < num_tokens]
-    if values["tokenizer_type"] == "gpt2":
+    content = json.loads(tokenizer.to_str())  # the content of tokenizer.json
+    _remove_unknown_tokens(content, len(values["tokens"]))
+    is_byte_level = values["tokenizer_type"] == "gpt2"
+    if is_byte_level:
         _add_missing_tokens(content, values)
-        content["model"]["ignore_merges"] = _is_tiktoken(values)
-        if values.get("pre_tokenizer_type") in _QWEN_PRE_TOKENIZERS:
-            content["normalizer"] = {"type": "NFC"}
+        _set_pre_tokenizer_rules(content, values)
     return Tokenizer.from_str(json.dumps(content))
+
+
+def _remove_unknown_tokens(content: dict[str, Any], num_tokens: int) -> None:
+    """Remove the added tokens whose ids are not below `num_tokens`, the number of tokens.
+
+    transformers adds the default special tokens of its tokenizer class to the vocabulary. Example:
+    "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
+    model has no such token, so the server would refuse each prompt that contains this text.
+
+    Mutates: `content`, the content of tokenizer.json.
+    """
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < num_tokens]
+
+
+def _set_pre_tokenizer_rules(content: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set the rules that llama.cpp applies to vocabularies of tiktoken and of Qwen.
+
+    Args:
+        content: the content of tokenizer.json. Mutated.
+        values: the metadata of the tokenizer; see `_tokenizer_values`.
+    """
+    # With this setting, a word that is in the vocabulary is one token.
+    content["model"]["ignore_merges"] = _is_tiktoken(values)
+    if values.get("pre_tokenizer_type") in _QWEN_PRE_TOKENIZERS:
+        content["normalizer"] = {"type": "NFC"}  # composes characters
 
 
 def _add_missing_tokens(content: dict[str, Any], values: Mapping[str, Any]) -> None:

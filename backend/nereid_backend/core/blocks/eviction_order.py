@@ -110,13 +110,16 @@ class _Sessions(Generic[Item]):
         self._deselect(session)
         return session
 
-    def next_to_evict(self) -> _Session[Item]:
-        """Return the session that loses the next item. At least one session must have idle items.
+    def choose_session_to_evict(self) -> _Session[Item]:
+        """Choose the session that loses the next item. At least one session must have idle items.
 
-        The same session is returned as long as it has enough idle items, so that one session loses
-        a long part of its prefix, and the other sessions lose nothing. Otherwise, the least
-        recently used session with enough idle items is selected. Enough means at least the mean
-        number of idle items, so that a large session cannot displace the items of small sessions.
+        A session has enough idle items if it has at least the mean number of idle items. With this
+        rule, a large session cannot displace the items of small sessions. The previous choice is
+        kept while the session has enough idle items, so that one session loses a long part of its
+        prefix, and the other sessions lose nothing. Otherwise, the least recently used session with
+        enough idle items is chosen.
+
+        Mutates: `_next_to_evict`, which stores the choice for the next call.
         """
         mean_num_idle = self.num_idle / len(self.by_key)
         min_num_idle = max(1.0, mean_num_idle)
@@ -140,7 +143,7 @@ class _Sessions(Generic[Item]):
             self._deselect(session)
 
     def _deselect(self, session: _Session[Item]) -> None:
-        """If items of this session would be evicted next, let `next_to_evict` select again."""
+        """Let `choose_session_to_evict` choose again if its last choice was `session`."""
         if self._next_to_evict is session:
             self._next_to_evict = None
 
@@ -220,7 +223,7 @@ class EvictionOrder(Generic[Item]):
         self._expire()
         if self._idle_without_session and not self._prefers_sessions():
             return self._idle_without_session.popitem(last=False)[0]
-        session = self._sessions.next_to_evict()
+        session = self._sessions.choose_session_to_evict()
         item = next(iter(session.idle))
         self.forget(item)
         return item
@@ -334,4 +337,4 @@ class EvictionOrder(Generic[Item]):
         if self._sessions.num_idle <= self._max_retained:
             return False
         oldest_idle_time = next(iter(self._idle_without_session.values()))
-        return self._sessions.next_to_evict().last_use < oldest_idle_time
+        return self._sessions.choose_session_to_evict().last_use < oldest_idle_time

@@ -129,15 +129,12 @@ def _rows_variants(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[Path
 
     This path is for models with convolutions or recurrences. A pass has one row for each sequence.
     The variants use Nereid's attention function (`hook`) or, if this function cannot compute the
-    attention of the model, the model's own attention.
-
-    Raises:
-        Exception: of any class, if the model cannot use the path. The error is the reason why the
-            model cannot use Nereid's attention function.
+    attention of the model, the model's own attention. If neither works, the exception that the
+    model raised with `hook` is raised again. A model's code can raise an exception of any class.
     """
     try:
         variants = _rows_variants_with_hook(checkpoint, hook)
-    except Exception:  # a model's code can raise any exception
+    except Exception:
         variants = _rows_variants_with_own_attention(checkpoint)
         if not variants:
             raise
@@ -167,10 +164,11 @@ def _rows_variants_with_hook(checkpoint: Checkpoint, hook: AttentionHook) -> lis
 
 
 def _rows_variants_with_own_attention(checkpoint: Checkpoint) -> list[PathSpec]:
-    """Return those variants of the forward path `rows` that use the model's own attention.
+    """Describe the ways to run a model in the path `rows` with the model's own attention.
 
-    Before each pass, the keys and values of the sequences are copied from blocks to tensors that
-    the model's attention can read. The result is empty if the model does not support this.
+    In this path, a forward pass has one row for each sequence. Before each pass, the keys and
+    values of the sequences are copied from the blocks of the KV cache to tensors that the model's
+    attention can read. The result is empty if the model does not support this.
     """
     layout = _layout_with_states(checkpoint)
     if layout is None:

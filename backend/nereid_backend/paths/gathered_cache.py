@@ -186,9 +186,12 @@ def _keys_spec(layer: Any) -> LayerSpec | None:  # noqa: ANN401 - transformers' 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec | None:  # noqa: ANN401 - untyped, see `_keys_spec`
-    """Return the shapes of a sparse indexer's keys in the KV cache blocks; see `LayerParts`.
+    """Return the shape in which the KV cache stores the keys of a layer's sparse indexer.
 
-    Return None if the layer has no sparse indexer.
+    A sparse indexer selects the tokens to which a query attends. It has one key for each token, and
+    no values. The KV cache always stores keys and values, so the first half of the indexer's key is
+    stored as a key, and the second half as a value; see `LayerParts`. Return None if the layer has
+    no sparse indexer.
     """
     keys = getattr(layer, "indexer_keys", None)
     if keys is None:
@@ -199,7 +202,7 @@ def _indexer_spec(layer: Any) -> LayerSpec | None:  # noqa: ANN401 - untyped, se
             f"the model's sparse indexer has keys of the unsupported shape {shape} for one token"
         )
     half = shape[2] // 2
-    return LayerSpec(1, 1, half, half)
+    return LayerSpec(num_heads=1, num_kv_heads=1, key_dim=half, value_dim=half)
 
 
 @dataclass(slots=True)

@@ -22,24 +22,37 @@ _IGNORED = ("trim_offsets", "add_prefix_space")
 
 
 def ignores_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> bool:
-    """Return whether a tokenizer has other rules than the tokenizer.json in `folder`.
+    """Return whether a tokenizer divides texts into words otherwise than tokenizer.json requires.
 
-    If tokenizer_config.json sets add_prefix_space, the result is False for a tokenizer with spaces
-    as "▁", such as that of Llama 2, because its class creates the rules for this setting.
+    Example: tokenizer.json divides a number into digits, but the class of the loaded tokenizer has
+    rules of its own, which keep the number whole.
+
+    Args:
+        tokenizer: the loaded tokenizer.
+        folder: the folder of the checkpoint, which may contain a tokenizer.json.
     """
     from transformers import TokenizersBackend
 
     file = folder / "tokenizer.json"
-    reads_whole_file = type(tokenizer) is TokenizersBackend
-    if not isinstance(tokenizer, TokenizersBackend) or reads_whole_file or not file.is_file():
+    if not isinstance(tokenizer, TokenizersBackend) or not file.is_file():
         return False
-    rules_of_file = _rules_of_file(file)
-    rules = _rules_of_tokenizer(tokenizer.backend_tokenizer)
-    if rules == rules_of_file:
+    reads_whole_file = type(tokenizer) is TokenizersBackend  # Only its subclasses have own rules.
+    if reads_whole_file:
         return False
-    pre_tokenizers = json.dumps([rules["pre_tokenizer"], rules_of_file["pre_tokenizer"]])
+    expected = _rules_of_file(file)
+    actual = _rules_of_tokenizer(tokenizer.backend_tokenizer)
+    if actual == expected:
+        return False
+    # For the setting add_prefix_space, a class without byte-level rules, such as that of Llama 2,
+    # creates other rules than the file. These rules are right.
     has_setting = tokenizer.init_kwargs.get("add_prefix_space") is not None
-    return not has_setting or '"ByteLevel"' in pre_tokenizers
+    is_byte_level = _is_byte_level(actual) or _is_byte_level(expected)
+    return not has_setting or is_byte_level
+
+
+def _is_byte_level(rules: dict[str, Any]) -> bool:
+    """Return whether the pre-tokenizer of the content of a tokenizer.json divides bytes."""
+    return '"ByteLevel"' in json.dumps(rules["pre_tokenizer"])
 
 
 def _rules_of_file(file: Path) -> dict[str, Any]:

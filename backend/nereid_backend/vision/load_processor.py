@@ -77,21 +77,21 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 def _load(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
     """Return the complete processor if possible, otherwise the processor that accepts no videos.
 
-    Raises:
-        Exception: loading has failed.
+    If both cannot be loaded, any exception is possible, because the processor's code raises it.
     """
     try:
         processor = _from_pretrained(AutoProcessor, folder)
     except (ImportError, OSError, ValueError):
         # `_load_without_video` can load only processors that have a component for images.
-        if "image_processor" not in _processor_class(folder, config).get_attributes():
+        reads_images = "image_processor" in _processor_class(folder, config).get_attributes()
+        if not reads_images:
             raise
-    else:
-        # If the checkpoint's files do not name the class of the processor, AutoProcessor returns
-        # only one component, such as the tokenizer. `_load_without_video` then finds the class by
-        # the type of the model.
-        if isinstance(processor, ProcessorMixin):
-            return processor
+        return _load_without_video(folder, config)
+    if isinstance(processor, ProcessorMixin):
+        return processor
+    # The checkpoint's files do not name the class of the processor, so AutoProcessor has returned
+    # only one component, such as the tokenizer. `_load_without_video` finds the class by the type
+    # of the model.
     return _load_without_video(folder, config)
 
 

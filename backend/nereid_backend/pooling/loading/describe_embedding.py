@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes the checkpoint of an embedding model: its kinds of output and its layers."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ _LEGACY_POOLERS = {
 }
 # The name that transformers and sentence-transformers use for the token vectors of a model.
 _TOKEN_OUTPUT = "last_hidden_state"
+_TOKEN_MODULE_KINDS = ("Dense", "Normalize", "LayerNorm")
 _DENSE_POOLERS = tuple(_LEGACY_POOLERS.values())
 
 
@@ -124,19 +124,13 @@ def _describe_token_vectors(
     """Return the description of a checkpoint that computes its output from token vectors.
 
     The output of a text consists of its token vectors (multi-vector output), or of one vector that
-    combines the token vectors (pooling). A module that maps token vectors after the pooling has no
-    effect on the pooled vector.
+    combines the token vectors (dense output).
 
     `later_modules` contains the modules that follow the transformers model.
     """
     if settings.pooling is None:
         _check_output(base.folder)
-    token_modules = tuple(
-        module
-        for module in itertools.takewhile(lambda module: module.kind != "Pooling", later_modules)
-        if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
-    )
-    base = replace(base, token_modules=token_modules)
+    base = replace(base, token_modules=_token_modules(later_modules))
     # Checkpoints of Stanford's ColBERT library list no modules, but have multi-vector output.
     is_stanford_colbert = base.architecture == STANFORD_ARCHITECTURE
     lists_no_pooling = bool(later_modules) and find_config(later_modules, "Pooling") is None
@@ -145,15 +139,29 @@ def _describe_token_vectors(
     return _describe_dense(base, settings, root, later_modules)
 
 
+def _token_modules(later_modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
+    """Return the modules that convert token vectors before a module combines them (Pooling).
+
+    `later_modules` contains the modules that follow the transformers model.
+    """
+    kinds = [module.kind for module in later_modules]
+    num_before_pooling = kinds.index("Pooling") if "Pooling" in kinds else len(kinds)
+    return tuple(
+        module
+        for module in later_modules[:num_before_pooling]
+        if module.maps_tokens and module.kind in _TOKEN_MODULE_KINDS
+    )
+
+
 def _check_output(folder: Path) -> None:
     """Raise an UnsupportedModelError if the files select another output than the token vectors.
 
     `folder` is the folder of the transformers model. Example: with "pooler_output", the library
     sentence-transformers would return the vector of the model's pooler.
     """
-    output = ((read_settings(folder).get("modality_config") or {}).get("text") or {}).get(
-        "method_output_name", _TOKEN_OUTPUT
-    )
+    modalities = read_settings(folder).get("modality_config") or {}
+    text_settings = modalities.get("text") or {}
+    output = text_settings.get("method_output_name", _TOKEN_OUTPUT)
     if output != _TOKEN_OUTPUT:
         raise UnsupportedModelError(
             f"{folder}: modality_config selects the output {output!r} of the transformers model, "

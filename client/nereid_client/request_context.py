@@ -381,7 +381,7 @@ async def read_and_validate(request: Request, kind: type[R]) -> R:
 
 
 async def convert(request: Request, function: Callable[[], T], more_bytes: int = 0) -> T:
-    """Convert the body of a request with a function, and return the result of the function.
+    """Convert the body or the result of a request with a function, and return what it returns.
 
     The conversion of a large body takes seconds. It therefore runs in a thread, so that the event
     loop can continue with other requests. Only one large body is converted at a time, because the
@@ -390,8 +390,8 @@ async def convert(request: Request, function: Callable[[], T], more_bytes: int =
 
     Args:
         request: the HTTP request. If it has a body, the body has been parsed.
-        function: converts the body. It may run in another thread.
-        more_bytes: the size of other data that the function also converts.
+        function: converts the data. It may run in another thread.
+        more_bytes: the size of the data that the function converts and that is not in the body.
     """
     num_bytes = getattr(request.state, "num_body_bytes", 0) + more_bytes
     if num_bytes <= _LARGE_BODY_BYTES:

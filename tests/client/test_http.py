@@ -269,3 +269,48 @@ async def test_other_clients_are_served_while_a_large_body_is_validated(
             await anyio.sleep(0.001)
         assert (await client.get("/v1/models")).status_code == 200
         assert not has_ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "path", "body"),
+    [
+        (
+            chat,
+            "chat_completion",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "word " * 1100}], "logprobs": True},
+        ),
+        (
+            completions,
+            "completion",
+            "/v1/completions",
+            {"prompt": "word " * 1100, "logprobs": 1, "max_tokens": 1100},
+        ),
+    ],
+)
+async def test_other_clients_are_served_while_many_logprobs_are_converted(
+    connect, monkeypatch, route, name, path, body
+):
+    has_started, has_ended = threading.Event(), threading.Event()
+    convert = getattr(route, name)
+
+    def convert_slowly(*arguments):
+        has_started.set()
+        time.sleep(0.2)
+        has_ended.set()
+        return convert(*arguments)
+
+    monkeypatch.setattr(route, name, convert_slowly)
+    answers = []
+
+    async def send(client):
+        answers.append(await client.post(path, json=body))
+
+    async with connect() as client, anyio.create_task_group() as large_requests:
+        large_requests.start_soon(send, client)
+        while not has_started.is_set():
+            await anyio.sleep(0.001)
+        assert (await client.get("/v1/models")).status_code == 200
+        assert not has_ended.is_set()
+    assert answers[0].status_code == 200
+    assert answers[0].json()["choices"][0]["logprobs"]

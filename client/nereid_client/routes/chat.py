@@ -19,6 +19,7 @@ from nereid_client.request_context import (
 from nereid_client.streaming import sse
 from nereid_client.streaming.chat_stream import chat_completion, chat_events
 from nereid_client.streaming.deltas import fold, merged
+from nereid_client.streaming.openai_logprobs import json_bytes_of_logprobs
 from nereid_client.streaming.reasoning_view import ReasoningView
 
 router = APIRouter(tags=["Language model"])
@@ -43,7 +44,11 @@ async def chat_completions(request: Request) -> Response:
     deltas = context_of(request).backend.generate(generation)
     if not chat.stream:
         totals = await sse.unless_disconnected(request.receive, fold(deltas, frame.num_choices))
-        return JSONResponse(chat_completion(frame, totals, chat.custom_tools))
+        return await convert(
+            request,
+            lambda: JSONResponse(chat_completion(frame, totals, chat.custom_tools)),
+            json_bytes_of_logprobs(totals),
+        )
     merged_deltas = merged(deltas)
     # Wait for the first delta before the response starts. If the backend fails before this delta,
     # the response can still have the HTTP status of the error.

@@ -31,6 +31,7 @@ from nereid_client.streaming.completion_stream import (
     completion_events,
 )
 from nereid_client.streaming.deltas import Delta, fold, interleaved, merged
+from nereid_client.streaming.openai_logprobs import json_bytes_of_logprobs
 
 router = APIRouter(tags=["Language model"])
 
@@ -57,7 +58,10 @@ async def completions(request: Request) -> Response:
         return await _streamed_response(request, frame, options, generations)
     work = _generate_all(context_of(request).backend, generations)
     totals = await sse.unless_disconnected(request.receive, work)
-    return JSONResponse(completion(frame, options, totals))
+    num_bytes = sum(map(json_bytes_of_logprobs, totals))
+    return await convert(
+        request, lambda: JSONResponse(completion(frame, options, totals)), num_bytes
+    )
 
 
 def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:

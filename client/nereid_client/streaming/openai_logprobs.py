@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nereid_client.streaming.completion_frame import Json
 from nereid_client.streaming.deltas import (
+    Delta,
     PromptLogprob,
     PromptLogprobs,
     TokenLogprob,
@@ -18,6 +19,20 @@ _MIN_LOGPROB = -9999.0
 # character of up to 4 bytes can consist of several tokens, each of which is an incomplete character
 # on its own.
 _SEARCH_CHARS = 4
+# The approximate size of the JSON for one position with 20 likely tokens.
+_BYTES_PER_POSITION = 1024
+
+
+def json_bytes_of_logprobs(totals: Iterable[Delta]) -> int:
+    """Return the approximate size of the log-probabilities of several choices in JSON, in bytes.
+
+    Args:
+        totals: for each choice, the sum of the deltas of this choice.
+    """
+    num_positions = sum(
+        len(total.get("logprobs", ())) + len(total.get("prompt_logprobs", ())) for total in totals
+    )
+    return _BYTES_PER_POSITION * num_positions
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob], *, tokens_as_ids: bool = False) -> Json:

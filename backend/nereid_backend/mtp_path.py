@@ -146,7 +146,7 @@ class HiddenStates:
 
 
 def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> None:
-    """Add new hidden states to the stored hidden states of a sequence, and limit their number.
+    """Add new hidden states to the stored hidden states of a sequence, and delete old states.
 
     The new states are appended to the last part if this part is short and reaches `start`. They
     replace the states of rejected draft tokens. Example: the last part has states at the positions
@@ -159,12 +159,13 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
         states: [num_tokens, hidden_size].
     """
     last = parts[-1] if parts else None
-    if last is None or not last.start <= start <= last.end or len(last.states) >= _MAX_APPENDED:
-        # Copy the hidden states. A view would keep the hidden states of the whole step in memory.
-        parts.append(_StoredStates(start, states.clone()))
-    else:
+    reaches_start = last is not None and last.start <= start <= last.end
+    if last is not None and reaches_start and len(last.states) < _MAX_APPENDED:
         kept_states = last.states[: start - last.start]
         parts[-1] = _StoredStates(last.start, torch.cat([kept_states, states]))
+    else:
+        # Copy the hidden states. A view would keep the hidden states of the whole step in memory.
+        parts.append(_StoredStates(start, states.clone()))
     # Delete the oldest parts, but keep at least `_MAX_STATES` hidden states.
     num_stored = sum(len(part.states) for part in parts)
     while num_stored - len(parts[0].states) >= _MAX_STATES:

@@ -227,8 +227,9 @@ class StepPlanner:
         """
         chunks: list[Chunk] = []
         is_previous_step_running = self.pending_plans.is_planning
-        # `_plan_next_tokens` may preempt this sequence or later sequences, which removes them from
-        # the list. If it preempts this sequence, it returns None, and the loop ends.
+        # `_plan_next_tokens` removes preempted sequences from this list. It preempts only sequences
+        # at `index` or later, so the loop skips no sequence. If it preempts the sequence at
+        # `index`, it returns None, and the loop ends.
         for index, sequence in enumerate(self.running.sequences):
             if budget <= 0:
                 break
@@ -267,16 +268,16 @@ class StepPlanner:
         # Reserve one token of the budget for each running sequence after the position `index`.
         # Otherwise, the sequence at `index` could use the whole budget.
         num_later = len(self.running) - index - 1
-        max_chunk_tokens = max(1, budget - num_later)
-        # With `whole_prefill`, the first chunk of a sequence contains the whole prompt. Each later
-        # chunk contains only the last sampled token.
-        max_known_tokens = 1 if self.whole_prefill else max_chunk_tokens
+        own_budget = max(1, budget - num_later)
+        # With `whole_prefill`, the first chunk of a sequence has contained the whole prompt, so
+        # this chunk contains only the last sampled token.
+        max_uncomputed = 1 if self.whole_prefill else own_budget
         # The client's share of the budget or a snapshot of a recurrent state can shorten the chunk.
-        num_tokens = self._chunk_length(sequence, min(num_uncomputed, max_known_tokens))
+        num_tokens = self._chunk_length(sequence, min(num_uncomputed, max_uncomputed))
         if not self._allocate(index, num_tokens):
             return None
         if self.drafter is not None and num_tokens == num_uncomputed:
-            self._propose_drafts(self.drafter, sequence, max_chunk_tokens - num_tokens)
+            self._propose_drafts(self.drafter, sequence, own_budget - num_tokens)
         return make_chunk(sequence, num_tokens, is_first=False)
 
     def _allocate(self, index: int, num_tokens: int) -> bool:

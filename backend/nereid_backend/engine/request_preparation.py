@@ -56,6 +56,7 @@ class RequestPreparation:
             scheduler: receives the requests.
             disk: reads cached prefixes; None if there is no prefix cache on disk.
         """
+        # The request id, the start time and the end time of each finished compilation.
         self.compiled: list[tuple[str, float, float]] = []
         self._config = config
         self._info = info

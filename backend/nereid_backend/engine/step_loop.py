@@ -175,8 +175,12 @@ class StepLoop:
     def _sample_next(self, step: _NextStep, previous_result: StepResult) -> list[RequestUpdate]:
         """Launch the sampling of the next step, whose forward pass has already been started.
 
-        If a sequence of the previous step has failed, or if the next step was not started, discard
-        the next step. Return the updates of the sequences that end because the next step failed.
+        If the next step was not started, or if a sequence of the previous step has failed, the next
+        step is discarded instead.
+
+        Returns:
+            The updates of the sequences that end because the next step failed. The list is empty if
+            the sampling was launched.
 
         Mutates: `_running_step`, which becomes the next step if its sampling was launched.
         """

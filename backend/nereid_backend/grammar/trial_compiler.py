@@ -36,6 +36,10 @@ _STOP_TIMEOUT_S = 5.0
 _EXTRA_S = 60.0
 
 
+class _ClosedError(OSError):
+    """The compiler is closed. Callers handle this error as if the process could not be reached."""
+
+
 class TrialCompiler:
     """Sends grammars to a process that tests them, and receives the results. Thread-safe."""
 
@@ -164,13 +168,13 @@ class TrialCompiler:
             child_fd: the file descriptor through which the process exchanges messages.
 
         Raises:
-            OSError: if the process cannot be started, or if the compiler is closed.
+            OSError: if the process cannot be started.
+            _ClosedError: if the compiler is closed.
         """
         command = [sys.executable, "-m", _MODULE, str(child_fd), str(self._timeout_s)]
         with self._lock:
             if self._is_closed:
-                # `_send_message` handles this error as if the process had ended.
-                raise BrokenPipeError("the engine is shutting down")
+                raise _ClosedError("the engine is shutting down")
             process = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
             self._process = process
         return process

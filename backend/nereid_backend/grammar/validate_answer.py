@@ -56,9 +56,10 @@ def describe_violation(text: str, schema: object) -> str | None:
         A description of the first problem, in a form that fits after a colon, or None.
     """
     limit_s = _MIN_TIME_S + _TIME_S_PER_CHARACTER * len(text)
+    # `_limited` and `_search`, which jsonschema calls, compare the time with `_deadline`.
     token = _deadline.set(time.monotonic() + limit_s)
     try:
-        return _describe_violation(text, schema)
+        return _first_problem(text, schema)
     except TimeoutError:
         return (
             f"the check of the answer took longer than {limit_s:.1f} s, which is the limit. "
@@ -68,11 +69,13 @@ def describe_violation(text: str, schema: object) -> str | None:
         _deadline.reset(token)
 
 
-def _describe_violation(text: str, schema: object) -> str | None:
-    """Describe how an answer violates a JSON schema; see `describe_violation`.
+def _first_problem(text: str, schema: object) -> str | None:
+    """Describe the first violation of a JSON schema in an answer; None if the answer matches.
+
+    Example: the result for the answer `{"a": "x"}` is `at $.a: 'x' is not of type 'number'`.
 
     Raises:
-        TimeoutError: the time limit in `_deadline` has expired.
+        TimeoutError: if the time limit in `_deadline` has expired.
     """
     try:
         value = json.loads(text, parse_constant=_reject_constant)

@@ -131,18 +131,18 @@ def _read(file: Path, max_file_bytes: int, *, lora_memory: int) -> bytes:
     """
     try:
         size = file.stat().st_size
-        if size > max_file_bytes:
-            raise ModelError(
-                f"{file}: the file has {size} bytes, but all adapters together may have "
-                f"{lora_memory} bytes (lora_memory). Raise lora_memory."
-            )
-        return file.read_bytes()
+        if size <= max_file_bytes:
+            return file.read_bytes()
     except OSError as error:
         # pathlib would raise the same error again if the hint searched for files with this path.
         hint = "" if error.errno == errno.ENAMETOOLONG else _missing_file_hint(file)
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
     except ValueError as error:  # for example, the path contains a NUL character
         raise ModelError(f"{str(file)!r} is not a valid path ({error}).") from error
+    raise ModelError(
+        f"{file}: the file has {size} bytes, but all adapters together may have {lora_memory} "
+        "bytes (lora_memory). Raise lora_memory."
+    )
 
 
 def _missing_file_hint(file: Path) -> str:

@@ -2,7 +2,7 @@
 """Loads the MTP layers (multi-token prediction) of a checkpoint as a source of draft tokens."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -22,6 +22,13 @@ from nereid_backend.model.load_draft import draft_sizes, path_sizes
 from nereid_backend.model.memory.memory_plan import MemoryPlan
 from nereid_backend.mtp_path import HiddenStates, MtpPath, run_layer
 from nereid_backend.step_runner import ForwardPath
+
+
+class MtpDrafts(NamedTuple):
+    """The source of draft tokens, and the forward path that records the hidden states for it."""
+
+    source: DraftModel
+    recording_path: HiddenStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +51,18 @@ class OpenedMtp:
 
     def build(
         self, config: EngineConfig, memory: MemoryPlan, num_tokens: int, path: ForwardPath
-    ) -> tuple[DraftModel, HiddenStates]:
+    ) -> MtpDrafts:
         """Allocate the KV cache of the MTP layer, and return an object that generates draft tokens.
 
-        An MTP (multi-token prediction) layer reads hidden states of the large model. The cache has
-        as many blocks as the cache of the large model.
+        An MTP (multi-token prediction) layer reads hidden states of the large model. Therefore, the
+        caller must replace `path` by the `recording_path` of the result. The cache has as many
+        blocks as the cache of the large model.
 
         Args:
             config: the settings of the engine.
             memory: the size of the large model's KV cache.
             num_tokens: the largest number of tokens in one step.
             path: the forward path of the large model.
-
-        Returns:
-            The source of draft tokens, and the forward path that must replace `path`. The new path
-            records the hidden states.
         """
         length_limit = model_limit(self.checkpoint.text_config)
         sizes = draft_sizes(config, memory, num_tokens, length_limit)
@@ -73,7 +77,7 @@ class OpenedMtp:
             builder=batch_builder,
             hidden=hidden_states,
         )
-        return DraftModel(mtp_path, sizes), hidden_states
+        return MtpDrafts(DraftModel(mtp_path, sizes), hidden_states)
 
 
 def open_mtp(

@@ -255,6 +255,7 @@ def _load_quantised(
     """
     weight_dtype = config.weight_dtype
     checkpoint = _read_checkpoint(config, device, hook, progress)
+    # The difference between `before` and `after` shows how much the rounding changes the logits.
     before = _logits_of_test_tokens(checkpoint)
     if before is None:
         raise ConfigError(
@@ -267,14 +268,18 @@ def _load_quantised(
     after = _logits_of_test_tokens(checkpoint) if num_layers > 0 else None
     if after is None:
         raise ConfigError(_why_not_rounded(checkpoint, weight_dtype, num_layers))
-    root_mean_square = (after - before).square().mean().sqrt()
-    relative_difference = (root_mean_square / before.std()).item()
     warning = "" if weight_dtype == "fp8" else slow_integers_warning()
     progress(
         f"the weights of {num_layers} linear layers are stored as {weight_dtype}, which changes "
-        f"the logits by {relative_difference:.2g} of their standard deviation{warning}"
+        f"the logits by {_relative_change(before, after):.2g} of their standard deviation{warning}"
     )
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+
+
+def _relative_change(before: Tensor, after: Tensor) -> float:
+    """Return the root mean square of the change, divided by the standard deviation of `before`."""
+    root_mean_square = (after - before).square().mean().sqrt()
+    return (root_mean_square / before.std()).item()
 
 
 def _why_not_rounded(checkpoint: Checkpoint, weight_dtype: str, num_layers: int) -> str:

@@ -133,7 +133,8 @@ def load(
     if opened_draft is not None:
         draft = opened_draft.build(config, memory, num_tokens, progress)
     elif opened_mtp is not None:
-        draft, steps = opened_mtp.build(config, memory, num_tokens, steps)
+        drafts = opened_mtp.build(config, memory, num_tokens, steps)
+        draft, steps = drafts.source, drafts.recording_path
         progress(
             "compile_forward and cuda_graphs: off, because they do not give the hidden states that "
             "the MTP layers need"

@@ -193,7 +193,7 @@ def _check_logits(
     spec = _sharded_spec(shard, ranks)
     progress("comparing the logits of the divided model with those of the undivided model")
     try:
-        trials = _compute_undivided_logits(config, hook, shard)
+        trials = _trials_of_undivided_model(config, hook, shard)
         chosen = check_variant(checkpoint, spec, trials)
     except UnfitError as error:
         raise UnsupportedModelError(
@@ -215,14 +215,14 @@ def _sharded_spec(shard: Shard, ranks: Ranks) -> PathSpec:
     return replace(shard.spec, build=build_on_all_ranks)
 
 
-def _compute_undivided_logits(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
+def _trials_of_undivided_model(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
     """Load the undivided model on the CPU, and compute its logits for test sequences.
 
     The logits of the divided model are later compared with these logits. `shard` is the part of the
     divided model that this process computes.
 
     Returns:
-        A cache that contains the test sequences and their logits.
+        The test sequences and their logits, which are cached for later calls of `Trials.get_for`.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.

@@ -238,10 +238,13 @@ class Ranks:
         with contextlib.suppress(OSError):
             multiprocessing.connection.wait(self._connections)
             if not self._is_closing:
-                self._report_failure()
+                self._record_failure()
 
-    def _report_failure(self) -> None:
-        """Store a description of the failure of another rank in `_failure`."""
+    def _record_failure(self) -> None:
+        """Store a description of the failure of another rank in `_failure`, and set `_has_failed`.
+
+        On GPUs, end the communication with the other ranks, too.
+        """
         # If a rank ends unexpectedly, the other ranks lose their connections to it and fail
         # shortly afterwards. Wait for these failures, so that `_take_failures` can ignore them.
         time.sleep(_FOLLOWING_ERRORS_S)

@@ -50,7 +50,8 @@ def _settings_of_one_engine(config: EngineConfig, index: int) -> EngineConfig:
     # The setting prefix_cache_disk_bytes can be a text, such as "10GiB". The property
     # `prefix_cache_disk_size` is the same setting as a number.
     total_disk_bytes = config.prefix_cache_disk_size
-    own_disk_bytes = max(1, total_disk_bytes // num_engines)  # The setting must not be 0.
+    # The size 0 is not a valid setting, so each process gets at least one byte.
+    own_disk_bytes = max(1, total_disk_bytes // num_engines)
     return replace(
         config,
         num_threads=config.num_threads or _default_num_threads(config),

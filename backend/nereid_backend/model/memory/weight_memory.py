@@ -58,11 +58,11 @@ def form_that_fits(config: EngineConfig, device: torch.device) -> WeightForm:
     can_round = device.type == "cpu" and config.weight_dtype in _ROUNDED_BYTES
     if can_round and _rounded_bytes(counts, config.weight_dtype, bytes_per_number) <= free_bytes:
         return WeightForm.ROUNDED
-    dtype_name = "float32" if bytes_per_number == _FLOAT32_BYTES else "16-bit numbers"
-    remedy = _remedy(config, counts, bytes_per_number, free_bytes, device)
+    number_type = "float32" if bytes_per_number == _FLOAT32_BYTES else "16-bit numbers"
     raise ConfigError(
-        f"model: the weights need {format_bytes(unrounded_bytes)} as {dtype_name}, but only "
-        f"{format_bytes(free_bytes)} are free. {remedy}"
+        f"model: the weights need {format_bytes(unrounded_bytes)} as {number_type}, but only "
+        f"{format_bytes(free_bytes)} are free. "
+        + _remedy(config, counts, bytes_per_number, free_bytes, device)
     )
 
 
@@ -95,9 +95,16 @@ def _remedy(
 def _smaller_settings(
     config: EngineConfig, counts: WeightCounts, bytes_per_number: int, device: torch.device
 ) -> Iterator[tuple[str, int]]:
-    """Yield settings that may reduce the memory of the weights, and the bytes that they then need.
+    """Yield settings, and the number of bytes that the weights need with each of these settings.
 
-    Example of an item: ("dtype=bfloat16", 2000000). The arguments are those of `_remedy`.
+    Example of an item: ("dtype=bfloat16", 2000000). Only settings that the device supports are
+    yielded.
+
+    Args:
+        config: the present settings.
+        counts: the numbers of the checkpoint's weights.
+        bytes_per_number: the size of an unquantised weight with the present settings.
+        device: the device of the model.
     """
     if bytes_per_number > _FLOAT16_BYTES:
         keeps_integers = _keeps_integers(config, device)

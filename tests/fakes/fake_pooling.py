@@ -87,7 +87,7 @@ class FakePooling:
         dimensions = call.options.get("dimensions") or DIMENSION
         _check_limits(call, texts, dimensions)
         num_tokens = np.array([min(len(text), LIMIT) for text in texts], dtype=np.int32)
-        kind = call.options.get("kind") or "dense"
+        kind = call.options.get("kind") or self.kinds["embedding"][0]
         if kind == "sparse":
             rows = [json.dumps({"indices": [len(text)], "values": [0.5]}) for text in texts]
             return PoolingOutputs({"num_tokens": num_tokens}, {"sparse": rows})

@@ -17,6 +17,7 @@ from nereid_client.embeddings.embedding_output import (
     usage_of,
     vectors_of,
 )
+from nereid_client.embeddings.late_interaction import uses_late_interaction
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
@@ -42,7 +43,10 @@ async def embeddings(request: Request) -> Response:
     """
     body = await read_and_validate(request, EmbeddingRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
-    options = body.options_for(_prompt_names(served))
+    # This route cannot return sparse weights. The route /embed_sparse returns them.
+    kind = "multi_vector" if uses_late_interaction(served) else "dense"
+    require_kind(served, kind)
+    options = body.options_for(_prompt_names(served)) | {"kind": kind}
     outputs = await call_model(request, served, body.model_inputs, options)
     encoded_items = _encode_items(vectors_of(outputs), WRITERS[body.vector_type])
     # `envelope` adds an id and a time. OpenAI does not return these fields, but vLLM returns them.

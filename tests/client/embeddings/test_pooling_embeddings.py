@@ -108,6 +108,7 @@ async def test_options_reach_the_model(ask, pooling):
         "normalize": False,
         "prompt_name": "query",
         "truncate": True,
+        "kind": "dense",
     }
 
 
@@ -573,3 +574,13 @@ async def test_each_vector_of_a_token_has_its_own_bits(ask):
     answer = await ask("/pooling", input=["ab"], task="token_embed", output_dtype="ubinary")
     (row,) = [item["data"] for item in answer.json()["data"]]
     assert row == [[0b11110000], [0b11110000]]  # each of two tokens has four positive numbers
+
+
+async def test_a_model_with_only_sparse_weights_names_them_in_the_error_about_vectors(ask, pooling):
+    pooling.kinds["embedding"] = ["sparse"]
+    error = problem(await ask("/v1/embeddings", input="a"))
+    assert error["param"] == "model"
+    assert error["message"] == (
+        "The model 'tiny-embed' cannot compute one vector for each text. It can compute: sparse "
+        "weights."
+    )

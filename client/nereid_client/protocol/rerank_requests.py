@@ -304,9 +304,11 @@ def _unwrap_content(value: object) -> object:
 
     Example: {"content": [{"text": "a"}]} returns [{"text": "a"}].
     """
+    # A loop is used instead of recursion, because a client can nest thousands of objects.
     part = _unwrap_list_of_one(value)
-    if isinstance(part, dict) and isinstance(part.get("content"), list):
-        return _unwrap_content(part["content"])
+    while isinstance(part, dict) and isinstance(part.get("content"), list):
+        value = part["content"]
+        part = _unwrap_list_of_one(value)
     return value
 
 

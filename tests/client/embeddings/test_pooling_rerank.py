@@ -8,6 +8,7 @@ import pytest
 from fakes.fake_backend import FakeBackend
 from fakes.fake_pooling import vector
 from nereid_client.app import create_app
+from nereid_client.protocol.rerank_requests import text_of
 from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -97,6 +98,14 @@ async def test_documents_may_be_images(ask, pooling):
     ]
     scores = (await ask("/v1/score", text_1="image", text_2=documents)).json()["data"]
     assert [pair["score"] for pair in scores] == [0.0, 1.0, 1.0]
+
+
+async def test_a_text_in_thousands_of_nested_objects_is_read():
+    # Since Python 3.12, the JSON parser accepts so many levels.
+    value = "a"
+    for _ in range(2000):
+        value = {"content": [value]}
+    assert text_of(value, "query", "query") == "a"
 
 
 async def test_a_document_with_a_text_and_an_image_is_refused(ask):

@@ -223,31 +223,40 @@ class DraftModel:
     def _start_draft(self, target: Sequence) -> SequenceDraft | None:
         """Add a sequence of the large model to the draft model, and return its `SequenceDraft`.
 
-        The `SequenceDraft` is the state of the sequence in the draft model. The sequence gets
-        blocks of the KV cache and a row of the batch. If there are not enough free blocks, change
-        nothing and return None.
+        The `SequenceDraft` is the state of the sequence in the draft model. If there are not enough
+        free blocks, change nothing and return None.
         """
         # An MTP layer combines each token with the hidden state of the previous token. The first
         # token of the sequence is therefore left out.
         num_skipped = 0 if self._mtp is None else 1
-        draft_sequence = Sequence(
+        copy = self._admit_copy(target, num_skipped)
+        if copy is None:
+            return None
+        if self._mtp is not None:
+            # Let the MTP layer use the hidden states of `target`.
+            self._mtp.follow(copy, target)
+        draft = SequenceDraft(target, copy, num_skipped, len(copy.token_ids))
+        self._drafts[target] = draft
+        return draft
+
+    def _admit_copy(self, target: Sequence, num_skipped: int) -> Sequence | None:
+        """Return a copy of a sequence that has blocks and a row of the batch in the draft model.
+
+        The copy lacks the first `num_skipped` tokens. If there are not enough free blocks, change
+        nothing and return None.
+        """
+        copy = Sequence(
             target.request_id,
             target.token_ids[num_skipped:],
             target.params,
             max_total_tokens=target.max_total_tokens,
         )
-        if not self._tables.try_admit(draft_sequence, Request([draft_sequence])):
+        if not self._tables.try_admit(copy, Request([copy])):
             return None
         # A row is free, because there are `max_num_seqs` rows, only running sequences have rows,
         # and at most `max_num_seqs` sequences run.
-        draft_sequence.row = self._free_rows.pop()
-        if self._mtp is not None:
-            # Let the MTP layer use the hidden states of `target`.
-            self._mtp.follow(draft_sequence, target)
-        num_known = len(draft_sequence.token_ids)
-        draft = SequenceDraft(target, draft_sequence, num_skipped, num_known)
-        self._drafts[target] = draft
-        return draft
+        copy.row = self._free_rows.pop()
+        return copy
 
     def _release(self, target: Sequence) -> None:
         """Release the batch row and the KV cache blocks of a sequence in the draft model."""

@@ -142,12 +142,12 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
     """
     storage = mapped.untyped_storage()
     # torch counts the offset of a tensor in its storage in items, not in bytes.
-    copy_offset = (mapped.storage_offset() + start) // tensor.itemsize
-    tensor_offset = copy_offset + tensor.storage_offset()
+    copy_offset_bytes = mapped.storage_offset() + start
+    offset_items = copy_offset_bytes // tensor.itemsize + tensor.storage_offset()
     # The new tensor must be an inference tensor if, and only if, the old tensor is one.
     with torch.inference_mode(tensor.is_inference()):
         new_tensor = torch.empty(0, dtype=tensor.dtype)
-        return new_tensor.set_(storage, tensor_offset, tensor.shape, tensor.stride())
+        return new_tensor.set_(storage, offset_items, tensor.shape, tensor.stride())
 
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:

@@ -95,17 +95,20 @@ class HiddenStates:
         # A forward hook of torch calls `_record`, which appends each output of the decoder.
         outputs: list[Tensor] = []
         self._outputs = outputs
-        logits = self._path.forward(plan, sampled)
-        self._outputs = []
+        try:
+            logits = self._path.forward(plan, sampled)
+        finally:
+            self._outputs = []
         # In a step with images, the decoder may be called several times, or for one sequence at a
         # time. The hidden states of such a step are not stored.
         ran_once_for_all_tokens = [output.shape[:2] for output in outputs] == [(1, plan.num_tokens)]
-        if ran_once_for_all_tokens:
-            chunk_states = torch.split(outputs[0][0], [chunk.num_tokens for chunk in plan.chunks])
-            for chunk, states in zip(plan.chunks, chunk_states, strict=True):
-                if chunk.sequence.images is None:  # Sequences with images get no draft tokens.
-                    parts = self._parts.setdefault(chunk.sequence, [])
-                    _append_states(parts, chunk.start, states)
+        if not ran_once_for_all_tokens:
+            return logits
+        chunk_states = torch.split(outputs[0][0], [chunk.num_tokens for chunk in plan.chunks])
+        for chunk, states in zip(plan.chunks, chunk_states, strict=True):
+            if chunk.sequence.images is None:  # Sequences with images get no draft tokens.
+                parts = self._parts.setdefault(chunk.sequence, [])
+                _append_states(parts, chunk.start, states)
         return logits
 
     def clear(self, sequence: Sequence) -> None:

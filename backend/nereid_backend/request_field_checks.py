@@ -78,17 +78,17 @@ def to_request_error(error: ValidationError) -> RequestError:
     # The location starts with the name of the field. If a single item of a list or dict is wrong,
     # the index or the key of the item follows the name.
     field_name, *item_location = map(str, first_error["loc"])
-    # A template for the end of the sentence "the value must be ...", such as "at least {ge}".
-    requirement = _REQUIREMENTS.get(first_error["type"])
-    if requirement is None:
+    requirement_template = _REQUIREMENTS.get(first_error["type"])  # such as "at least {ge}"
+    if requirement_template is None:
         return RequestError(f"{field_name}: {first_error['msg']}.")
     limits = _limits(first_error.get("ctx", {}))  # such as {"ge": 1}
+    subject = _subject(item_location)
+    requirement = requirement_template.format(**limits)
     # If a list has a wrong number of items, pydantic reports the number as "actual_length". Show
     # this number instead of the items.
     wrong_value = limits.get("actual_length", first_error["input"])
     return RequestError(
-        f"{field_name}: {_subject(item_location)} must be {requirement.format(**limits)}, but the "
-        f"request has {shown(wrong_value)}."
+        f"{field_name}: {subject} must be {requirement}, but the request has {shown(wrong_value)}."
     )
 
 

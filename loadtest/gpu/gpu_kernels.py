@@ -192,7 +192,7 @@ class LayerStep:
         """
         cache = self._make_cache(KVCache, self.cache.null_block, torch.float32)
         query, key, value = (tensor.float() for tensor in self.inputs)
-        rows = self.batch.store_rows(self.spec.num_kv_heads)
+        rows = self.batch.row_indices(self.spec.num_kv_heads)
         if isinstance(self.cache, ScaledKVCache):
             key, value = self._restore(self.cache, cache, rows)
         else:

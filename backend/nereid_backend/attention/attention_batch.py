@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.kv_cache import gather_rows, store_rows
+from nereid_backend.attention.kv_cache import gather_rows, row_indices
 from nereid_backend.attention.layers import LayerWindow
 
 
@@ -179,17 +179,19 @@ class AttentionBatch:
     block_size: int
     kernel_metadata: object | None = None
     other_groups: "tuple[AttentionBatch, ...]" = ()
-    _store_rows: dict[int, Tensor] = field(default_factory=dict)
+    _row_indices: dict[int, Tensor] = field(default_factory=dict)
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
-    def store_rows(self, num_heads: int) -> Tensor:
+    def row_indices(self, num_heads: int) -> Tensor:
         """Return the indices of the cache rows in which this step's keys or values are stored.
 
         A row of the cache is one vector. `num_heads` is the number of key heads of the layer.
         """
-        rows = self._store_rows.get(num_heads)
+        rows = self._row_indices.get(num_heads)
         if rows is None:
-            rows = self._store_rows[num_heads] = store_rows(self.slots, num_heads, self.block_size)
+            rows = self._row_indices[num_heads] = row_indices(
+                self.slots, num_heads, self.block_size
+            )
         return rows
 
     def prefill_mask(self, index: int, window: LayerWindow) -> Tensor:

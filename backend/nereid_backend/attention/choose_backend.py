@@ -191,7 +191,7 @@ def store_layer(
     if isinstance(cache, gpu_attention.GpuKVCache):
         gpu_attention.store_layer(key, value, layer, cache, batch)
     else:
-        rows = batch.store_rows(cache.layers[layer].num_kv_heads)
+        rows = batch.row_indices(cache.layers[layer].num_kv_heads)
         cache.store(layer, key.transpose(0, 1), value.transpose(0, 1), rows)
 
 
@@ -222,8 +222,8 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     if isinstance(cache, gpu_attention.GpuKVCache):
         gpu_attention.attend_stored(query, layer, cache, batch, scale=scale, sinks=sinks, out=out)
         return
-    key = value = None  # The reference implementation reads them from the cache.
-    inputs = (query, key, value)
+    # Without new keys and values, the reference implementation reads all of them from the cache.
+    inputs = (query, None, None)
     out.copy_(reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks))
 
 

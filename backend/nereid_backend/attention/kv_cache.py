@@ -207,7 +207,7 @@ class KVCache:
             tensor.index_fill_(0, index, 0)
 
 
-def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
+def row_indices(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
     """Return the indices of the cache rows in which the keys or values of some tokens are stored.
 
     If a tensor of the cache is viewed as [..., dim], a row is one vector. Each token has one row

@@ -228,17 +228,13 @@ def _decode_packed(
     """
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
-    num_words = packed.shape[1]
-    bits = _actual_bits(num_words, num_inputs, usual_bits)
+    bits = _actual_bits(packed.shape[1], num_inputs, usual_bits)
     if not 1 <= bits <= _MAX_BITS or len(packed) != num_rows:
         raise ValueError(
             f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
             f"({num_rows}, {num_inputs})"
         )
-    # In the dense packing, an integer may begin in one word and end in the next word. In the padded
-    # packing, each word contains only whole integers, and the highest bits may be unused.
-    is_dense = num_words == _num_dense_words(num_inputs, bits)
-    unpack = unpack_integers if is_dense else _unpack_padded_words
+    unpack = _choose_unpacking(packed.shape[1], num_inputs, bits)
     packed_zeros = tensors.get(".weight_zero_point")
     return _create_integer_weight(
         values=_to_signed(unpack(packed, bits, num_inputs), bits),
@@ -248,6 +244,18 @@ def _decode_packed(
         usual_group_size=group_size,
         bits=bits,
     )
+
+
+def _choose_unpacking(
+    num_words: int, num_inputs: int, bits: int
+) -> Callable[[Tensor, int, int], Tensor]:
+    """Return the function that unpacks rows of `num_words` words with `num_inputs` integers.
+
+    In the dense packing, an integer may begin in one word and end in the next word. In the padded
+    packing, each word contains only whole integers, and the highest bits may be unused.
+    """
+    is_dense = num_words == _num_dense_words(num_inputs, bits)
+    return unpack_integers if is_dense else _unpack_padded_words
 
 
 def _signed_zeros(

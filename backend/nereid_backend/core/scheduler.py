@@ -374,7 +374,9 @@ class Scheduler:
         # Add the full blocks before the sequence can end, because an ended sequence has no blocks.
         if self.cache is not None:
             self.cache.add(sequence)
-        update = None if sampled is None else self._report(sequence, sampled, num_known, ending)
+        update = None
+        if sampled is not None:
+            update = self._finish_sampling(sequence, sampled, num_known, ending)
         if self._has_windows:
             # This call does nothing if the sequence has ended and has released its blocks.
             self._tables.free_blocks_before_window(sequence)
@@ -402,10 +404,12 @@ class Scheduler:
             return None
         return self._endings.end(sequence, "error", error=error, is_refused=is_refused)
 
-    def _report(
+    def _finish_sampling(
         self, sequence: Sequence, sampled: Sampled, num_known: int, ending: Ending | None
     ) -> RequestUpdate:
         """Report the new tokens of a sequence in an update. If `ending` is set, end the sequence.
+
+        Other sequences of the request that have waited for the prompt enter the queue.
 
         Example: the sampled tokens are [5, 2, 9], and 2 is a stop token, so 5 and 2 were appended.
         The update reports the tokens [5, 2], and its finish_reason is "stop".
@@ -418,9 +422,8 @@ class Scheduler:
         """
         new_token_ids = sequence.token_ids[num_known:]
         if sequence.params.n > 1:
-            # The whole prompt has been computed, because a token was sampled. The other sequences
-            # of the request can now enter the queue. If they are already in the queue, this call
-            # does nothing.
+            # The whole prompt has been computed, because a token was sampled. If the other
+            # sequences are already in the queue, this call does nothing.
             self._requests.share_prompt(sequence)
         # The sampled tokens after a stop token are not reported.
         top_logprobs = None if sampled.top is None else sampled.top[: len(new_token_ids)]

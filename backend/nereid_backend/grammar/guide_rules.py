@@ -118,10 +118,10 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[bytes, list[
     if not marker:
         return {}
     spanning = {b"": _tokens_with_marker(vocabulary, marker)}
-    for num_before in range(1, len(marker)):
-        marker_start, marker_end = marker[:num_before], marker[num_before:]
-        spanning[marker_start] = _tokens_with_marker_end(vocabulary, marker_end)
-    return {marker_start: tokens for marker_start, tokens in spanning.items() if tokens}
+    for length in range(1, len(marker)):
+        beginning, end = marker[:length], marker[length:]
+        spanning[beginning] = _tokens_with_marker_end(vocabulary, end)
+    return {beginning: tokens for beginning, tokens in spanning.items() if tokens}
 
 
 def _tokens_with_marker(vocabulary: Vocabulary, marker: bytes) -> list[SpanningToken]:

@@ -49,9 +49,9 @@ class JoinedGroup:
     def masked_hidden(self, layer_input: Tensor, step: "AdapterStep") -> Tensor:
         """Multiply the input of the layers by their first matrices (lora_A).
 
-        Each layer of the group calls this method with the same tensor. Therefore, the product is
-        computed only in the first call, and stored for the other calls. The stored product always
-        belongs to `step`, because `clear` is called at the end of each step.
+        Each layer of the group calls this method with the same tensor. Therefore, the first call of
+        a step computes and stores the product, and the other calls return the stored product.
+        `clear` deletes the product at the end of each step.
 
         Args:
             layer_input: [..., in_features].

@@ -107,7 +107,11 @@ class NativeAdapters:
         return name in self._hook_keys
 
     def adapt(
-        self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+        self,
+        name: str,
+        module: nn.Module,  # noqa: ARG002 - torch passes it to every hook
+        inputs: tuple[Tensor, ...],
+        output: Tensor,
     ) -> None:
         """Add the products of the LoRA adapters to the output of a layer. Mutates: `output`.
 
@@ -116,12 +120,11 @@ class NativeAdapters:
 
         Args:
             name: the name of the layer. `needs_hook` must be True for this layer.
-            module: the layer.
+            module: the layer; not used.
             inputs: the arguments of the layer. The first argument is [..., in_features].
             output: [..., out_features].
         """
-        del module
-        if not self._is_serving:  # no step with adapters is running
+        if not self._is_serving:
             return
         dtype = output.dtype if output.dtype in _DTYPES else torch.float32
         x = inputs[0].to(dtype).contiguous()

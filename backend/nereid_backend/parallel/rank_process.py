@@ -97,6 +97,9 @@ def main() -> NoReturn:
 
     Rank 0 is the process that has started this process. The command line contains the number of a
     file descriptor, through which the two processes exchange messages.
+
+    The process ends here only after an error, so its exit code is 1. If rank 0 sends "stop" or
+    ends, the thread that receives messages exits the process.
     """
     # Ctrl-C sends SIGINT to all processes of the group. This process ignores the signal, because
     # rank 0 ends the other ranks.
@@ -104,11 +107,9 @@ def main() -> NoReturn:
     # Hide warnings, because rank 0 logs the same warnings.
     logging.getLogger().setLevel(logging.ERROR)
     connection = Connection(int(sys.argv[1]))
-    # A thread puts the messages of rank 0 into the queue. The first message contains the settings
-    # and the number of this rank.
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
-    config, rank = messages.get()
+    config, rank = messages.get()  # the first message of rank 0
     try:
         connection.send(STARTED)
         _serve(config, rank, messages)

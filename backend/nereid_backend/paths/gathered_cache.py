@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
+from nereid_backend.attention.kv_cache import KVCache, gather_rows, row_indices
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.core.step import Chunk
 from nereid_backend.load_checkpoint import Checkpoint
@@ -398,7 +398,7 @@ class GatheredLayer(BlockCacheLayer):
         # `store` expects the shape [num_seqs * num_tokens, num_heads, dim].
         new_keys = key.transpose(1, 2).flatten(0, 1)
         new_values = value.transpose(1, 2).flatten(0, 1)
-        stored_rows = store_rows(step.slots, num_heads, step.block_size)
+        stored_rows = row_indices(step.slots, num_heads, step.block_size)
         self._cache.store(layer_index, new_keys, new_values, stored_rows)
         read_rows = gather_rows(step.blocks, num_heads)
         keys, values = self._cache.gather(layer_index, read_rows)

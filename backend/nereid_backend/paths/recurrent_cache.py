@@ -97,9 +97,9 @@ class SequenceStates:
     def __init__(self, make_cache: Callable[[], Any]) -> None:
         """Create an object without states. `make_cache` creates an empty cache."""
         self._make_cache = make_cache
-        # The state of each sequence, except the sequences in `_batch_cache`.
+        # The state of each sequence, except the sequences in `_last_batch`.
         self._states: dict[int, State] = {}
-        self._batch_cache: _BatchCache | None = None
+        self._last_batch: _BatchCache | None = None
         # For each sequence with a state, the number of tokens that the state covers.
         self._num_tokens: dict[int, int] = {}
 
@@ -110,16 +110,19 @@ class SequenceStates:
     def take(self, rows: list[int]) -> Any:  # noqa: ANN401 - an untyped cache
         """Remove the states of `rows` from this object, and return a cache that contains them.
 
+        If the last batch had the same rows, its cache is returned. Otherwise, the states of the
+        last batch are separated, and the states of `rows` are merged in a new cache.
+
         The caller stores the cache with `put` after the forward pass. A forward pass that fails may
         leave partly changed states, which are then not stored.
         """
         for row in rows:
             del self._num_tokens[row]
-        if self._batch_cache is not None and self._batch_cache.rows == rows:
-            cache = self._batch_cache.cache
-            self._batch_cache = None
+        if self._last_batch is not None and self._last_batch.rows == rows:
+            cache = self._last_batch.cache
+            self._last_batch = None
             return cache
-        self._split_batch_cache()
+        self._split_last_batch()
         cache = self._make_cache()
         merge_states(cache, [self._states.pop(row) for row in rows])
         return cache
@@ -142,8 +145,8 @@ class SequenceStates:
         assert self._num_tokens.keys().isdisjoint(rows), "an older state is still stored"
         # This object stores the merged states of only one batch. The states of the previous batch
         # are split, because they may belong to sequences that still run.
-        self._split_batch_cache()
-        self._batch_cache = _BatchCache(rows, cache)
+        self._split_last_batch()
+        self._last_batch = _BatchCache(rows, cache)
         self._num_tokens.update(zip(rows, num_tokens, strict=True))
 
     def store(self, row: int, state: State, num_tokens: int) -> None:
@@ -153,8 +156,8 @@ class SequenceStates:
 
     def copy(self, row: int) -> State:
         """Return a copy of one sequence's state. Later steps do not change the copy."""
-        if self._batch_cache is not None and row in self._batch_cache.rows:
-            rows, cache = self._batch_cache
+        if self._last_batch is not None and row in self._last_batch.rows:
+            rows, cache = self._last_batch
             state = _state_of_row(cache, rows.index(row), len(rows))
             # `_state_of_row` returns the tensors of the cache itself if there is only one row.
             return copy_state(state) if len(rows) == 1 else state
@@ -162,22 +165,22 @@ class SequenceStates:
 
     def delete(self, row: int) -> None:
         """Delete the state of a sequence, if it has one."""
-        if self._batch_cache is not None and row in self._batch_cache.rows:
-            self._split_batch_cache()
+        if self._last_batch is not None and row in self._last_batch.rows:
+            self._split_last_batch()
         self._states.pop(row, None)
         self._num_tokens.pop(row, None)
 
     def bytes_per_sequence(self) -> int:
         """Return the size of a state in bytes. At least one sequence must have a state."""
-        self._split_batch_cache()
+        self._split_last_batch()
         return num_bytes(next(iter(self._states.values())))
 
-    def _split_batch_cache(self) -> None:
+    def _split_last_batch(self) -> None:
         """Split the cache of the stored batch into separate states, one for each sequence."""
-        if self._batch_cache is None:
+        if self._last_batch is None:
             return
-        rows, cache = self._batch_cache
-        self._batch_cache = None
+        rows, cache = self._last_batch
+        self._last_batch = None
         for index, row in enumerate(rows):
             self._states[row] = _state_of_row(cache, index, len(rows))
 

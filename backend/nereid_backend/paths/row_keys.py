@@ -11,7 +11,7 @@ The states of convolutions and recurrences are not in blocks. They stay in the c
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,14 +51,23 @@ class RowKeys(Protocol):
         """
 
 
+class Blocks(NamedTuple):
+    """The blocks in which the keys and values of all attention layers are stored.
+
+    Attributes:
+        kv_cache: the KV cache, which consists of blocks.
+        builder: contains the block tables, and builds the metadata of each forward pass.
+    """
+
+    kv_cache: KVCache
+    builder: BatchBuilder
+
+
 class HookedKeys:
     """Stores keys and values in blocks. The engine's attention code reads these blocks."""
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        hook: AttentionHook,
-        paged: tuple[KVCache, BatchBuilder] | None,
+        self, config: PretrainedConfig, hook: AttentionHook, blocks: Blocks | None
     ) -> None:
         """Create an object that stores keys and values for Nereid's own attention function.
 
@@ -66,16 +75,16 @@ class HookedKeys:
             config: the config of the model, from which the layers of a transformers cache are
                 created.
             hook: Nereid's attention function, which transformers calls in each layer.
-            paged: the KV cache and the block tables; None if the model has no attention.
+            blocks: the KV cache and the block tables; None if the model has no attention.
         """
         self._config = config
         self._hook = hook
-        self._paged = paged
+        self._blocks = blocks
 
     @property
     def kv_cache(self) -> KVCache | None:
         """The KV cache; see `RowKeys`."""
-        return None if self._paged is None else self._paged[0]
+        return None if self._blocks is None else self._blocks.kv_cache
 
     def make_cache(self) -> DynamicCache:
         """Return a transformers cache whose attention layers store nothing; see `RowKeys`."""
@@ -104,9 +113,9 @@ class HookedKeys:
 
     def _serving_attention(self, chunks: list[Chunk]) -> AbstractContextManager[None]:
         """Return a context manager that makes the attention hook compute attention for `chunks`."""
-        if self._paged is None:  # The model has no attention.
+        if self._blocks is None:  # The model has no attention.
             return nullcontext()
-        kv_cache, builder = self._paged
+        kv_cache, builder = self._blocks
         # One step may need several forward passes, and `chunks` are the chunks of this forward
         # pass. The attention metadata must describe only these chunks.
         plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))

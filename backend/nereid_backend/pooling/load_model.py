@@ -12,7 +12,10 @@ import torch
 from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.errors import ConfigError
 from nereid_backend.load_checkpoint import choose_device
-from nereid_backend.pooling.forward.choose_forward import ChosenForward, choose_forward
+from nereid_backend.pooling.forward.choose_forward import (
+    ChosenForward,
+    pack_layers_and_choose_forward,
+)
 from nereid_backend.pooling.forward.choose_head import choose_head
 from nereid_backend.pooling.forward.image_text_towers import prepack_towers
 from nereid_backend.pooling.forward.pooling_forward import Head
@@ -172,7 +175,7 @@ def _choose_methods(
         # These models compute all inputs one by one. Batches are not used, so there is no
         # difference between the outputs for batches and the outputs for single inputs.
         return _Methods(self_check_difference=0.0)
-    forward = choose_forward(encoder, hook, name, max_len)
+    forward = pack_layers_and_choose_forward(encoder, hook, name, max_len)
     if spec.loader not in (SEQUENCE, TOKENS):
         return _Methods(forward.difference, forward)
     head = choose_head(encoder, forward, name, max_len, per_token=spec.loader == TOKENS)

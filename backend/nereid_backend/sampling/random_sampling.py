@@ -161,13 +161,12 @@ def sample_or_defer(
     Args:
         logits: [n, vocab_size], any float dtype.
         batch: the sampling parameters and random numbers of the rows.
-        defers: whether the caller samples uncertain rows again, so that this function need not wait
-            for the GPU. If False, this function samples them again, so no row is uncertain.
+        defers: whether the caller samples the uncertain rows again. If True, this function need not
+            wait for the GPU. If False, this function itself samples them again.
 
     Returns:
-        Token ids [n] int64, and all rows that have a filter, with a tensor on the device that
-        marks the uncertain rows. The second item is None if `defers` is False or no row has a
-        filter.
+        The token ids, [n] int64, and the rows that may be uncertain: if `defers` is True, these are
+        all rows with a filter. The second item is None if there are no such rows.
     """
     is_filtered = batch.has_filters(vocab_size=logits.shape[1])
     if not is_filtered.any():

@@ -411,7 +411,7 @@ def _sample_non_greedy_rows(
 
     Returns:
         The token ids of all rows, [n] int64, and the rows of `logits` whose random tokens may be
-        wrong; None if there are no such rows.
+        wrong. The second item is None if there are no such rows, for example if `defers` is False.
     """
     (random_rows,) = (~inputs.params["is_greedy"]).nonzero()
     device_rows = upload(random_rows, logits.device)
@@ -419,8 +419,10 @@ def _sample_non_greedy_rows(
     batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
     random_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
     token_ids = likeliest_ids.index_copy(0, device_rows, random_ids)
+    if uncertain is None:
+        return token_ids, None
     # `uncertain` contains indices of `random_rows`. The caller needs indices of `logits`.
-    return token_ids, None if uncertain is None else uncertain.in_batch(random_rows)
+    return token_ids, uncertain.in_batch(random_rows)
 
 
 def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:

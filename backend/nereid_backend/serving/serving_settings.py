@@ -204,20 +204,32 @@ def read_pooling_settings(
             name, such as "embedding_dtype".
     """
     prefix = f"{kind}_"
-    # config.pbtxt contains a default checkpoint (`model`). It need not be installed.
-    parameters = {
-        name: text
-        for name, text in _parameters(args).items()
-        if name != "model" or Path(text).is_dir()
-    }
+    texts = _read_pooling_texts(prefix, args, environ)
+    serving = from_texts(PoolingServing, texts, prefix=prefix)
+    if "model" not in texts:
+        return serving, None
+    return serving, from_texts(PoolingConfig, texts, prefix=prefix)
+
+
+def _read_pooling_texts(
+    prefix: str, args: Mapping[str, str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the settings of a pooling model by name, without conversion of their texts.
+
+    The setting `model` is left out if no checkpoint is served. `prefix` is "embedding_" or
+    "rerank_". `read_pooling_settings` describes the other arguments.
+    """
+    parameters = _parameters(args)
+    # config.pbtxt contains a default checkpoint, which need not be installed.
+    if "model" in parameters and not Path(parameters["model"]).is_dir():
+        del parameters["model"]
     check_names(parameters, _POOLING_NAMES, prefix=prefix)
     _check_variable_names(environ)
     texts = parameters | _variables(f"{_NEREID}{prefix}".upper(), environ)
     _check_ascii(texts, _POOLING_NAMES, prefix=prefix)
-    serving = from_texts(PoolingServing, texts, prefix=prefix)
-    if texts.get("model", _NO_MODEL).lower() == _NO_MODEL:
-        return serving, None
-    return serving, from_texts(PoolingConfig, texts, prefix=prefix)
+    if texts.get("model", "").lower() == _NO_MODEL:
+        del texts["model"]
+    return texts
 
 
 def check_single_instance(args: Mapping[str, str]) -> None:

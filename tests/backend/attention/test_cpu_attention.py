@@ -10,7 +10,7 @@ import torch
 from backend.torch_threads import use_threads
 from nereid_backend.attention.cpu import compile_kernels, cpu_attention, load_kernels
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
-from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
+from nereid_backend.attention.kv_cache import KVCache, gather_rows, row_indices
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.core.sampling_params import SamplingParams
@@ -150,7 +150,7 @@ def test_stored_rows_are_gathered_unchanged(cache_type):
     slots = torch.arange(20) + 16  # The block 0 stays empty.
     cache = cache_type([spec], num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU)
 
-    cache.store(0, key, value, store_rows(slots, 2, BLOCK))
+    cache.store(0, key, value, row_indices(slots, 2, BLOCK))
     keys, values = cache.gather(0, gather_rows(torch.tensor([[1, 2]]), 2))
 
     torch.testing.assert_close(keys[0, :, :20], key.transpose(0, 1), atol=0, rtol=0)

@@ -9,7 +9,7 @@ from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup
 from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache
-from nereid_backend.attention.kv_cache import gather_rows, store_rows
+from nereid_backend.attention.kv_cache import gather_rows, row_indices
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def decode(
         key = random(len(slots), spec.num_kv_heads, spec.key_dim)
         value = random(len(slots), spec.num_kv_heads, spec.value_dim)
         key[length - 1 :], value[length - 1 :] = stale, stale
-        cache.store(0, key, value, store_rows(slots, spec.num_kv_heads, block_size))
+        cache.store(0, key, value, row_indices(slots, spec.num_kv_heads, block_size))
     lens = torch.tensor(lengths)
     batch = AttentionBatch(
         slots=slots_of(torch.arange(num_sequences), lens - 1),

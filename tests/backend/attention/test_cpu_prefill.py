@@ -113,7 +113,7 @@ def _step(spec, cache, batch, dtype):
     inputs = (query, key, value)
     if isinstance(cache, CpuKVCache):
         return cpu_attention.attend(inputs, 0, cache, batch, scale=0.3, sinks=sinks)
-    rows = batch.store_rows(spec.num_kv_heads)
+    rows = batch.row_indices(spec.num_kv_heads)
     cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
     return reference.attend(inputs, 0, cache, batch, scale=0.3, sinks=sinks)
 

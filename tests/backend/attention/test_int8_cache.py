@@ -15,7 +15,7 @@ from nereid_backend.attention.choose_backend import rounded_cache_class
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
-from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
+from nereid_backend.attention.kv_cache import KVCache, gather_rows, row_indices
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import ConfigError
 from nereid_backend.model import load_weights
@@ -106,7 +106,7 @@ def test_blocks_are_copied_and_cleared_with_their_scales(cache_class):
     torch.manual_seed(0)
     key, value = torch.randn(BLOCK, 2, 8), torch.randn(BLOCK, 2, 6)
     slots_of_block_1 = torch.arange(BLOCK) + BLOCK
-    cache.store(0, key, value, store_rows(slots_of_block_1, 2, BLOCK))
+    cache.store(0, key, value, row_indices(slots_of_block_1, 2, BLOCK))
 
     cache.copy_blocks([(1, 3)])
 

@@ -4,7 +4,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from nereid_backend.attention.kv_cache import KVCache, store_rows
+from nereid_backend.attention.kv_cache import KVCache, row_indices
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.core.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ def fill_cache(cache, spec, num_blocks):
         values = torch.randn(length, spec.num_kv_heads, spec.value_dim)
         keys_and_values.append((keys, values))
         slots = [sequence.block_table[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_cached)]
-        rows = store_rows(torch.tensor(slots).long(), spec.num_kv_heads, BLOCK)
+        rows = row_indices(torch.tensor(slots).long(), spec.num_kv_heads, BLOCK)
         cache.store(0, keys[:num_cached], values[:num_cached], rows)
     return chunks, keys_and_values
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from nereid_backend.attention.kv_cache import store_rows
+from nereid_backend.attention.kv_cache import row_indices
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.core.sampling_params import SamplingParams
@@ -127,7 +127,7 @@ class Steps:
         positions = torch.arange(len(key))
         blocks = torch.tensor(sequence.block_table)[positions // block_size]
         slots = blocks * block_size + positions % block_size
-        rows = store_rows(slots, self.spec.num_kv_heads, block_size).to(self.device)
+        rows = row_indices(slots, self.spec.num_kv_heads, block_size).to(self.device)
         key, value = (tensor.to(self.device, self.dtype) for tensor in (key, value))
         self.cache.store(0, key, value, rows)
 

@@ -12,7 +12,7 @@ from nereid_backend.attention.gpu.gpu_batch import Tiling
 from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8, float8_of
 from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
-from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
+from nereid_backend.attention.kv_cache import KVCache, gather_rows, row_indices
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 
 TOLERANCE = {
@@ -256,7 +256,7 @@ def store_in_both(kernel_cache, reference_cache, key, value, device):
         float8=gpu_attention.float8_conversion(by_kernel),
     )
     gpu_attention.store(key, value, call, slots)
-    rows = store_rows(slots, num_heads, 4)
+    rows = row_indices(slots, num_heads, 4)
     by_reference.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
     return by_kernel, by_reference
 

@@ -162,13 +162,14 @@ def _split_arguments(
             programs computes different heads.
         tile: the number of keys that a program processes at once.
     """
-    arguments = (rows, spec.window, programs_per_split, tile, rows.lens.device)
+    window, device = spec.window, rows.lens.device
     # The kernels read the length of the longest sequence from the tensor `longest`, which is set
     # only for launches in a CUDA graph.
     is_captured = rows.longest is not None
-    if not is_captured:
-        return decode_splits.split_size_and_count(*arguments)
-    return _KERNEL_COMPUTES_SPLIT_TOKENS, decode_splits.captured_splits(*arguments)
+    if is_captured:
+        num_splits = decode_splits.captured_splits(rows, window, programs_per_split, tile, device)
+        return _KERNEL_COMPUTES_SPLIT_TOKENS, num_splits
+    return decode_splits.split_size_and_count(rows, window, programs_per_split, tile, device)
 
 
 def prefill(

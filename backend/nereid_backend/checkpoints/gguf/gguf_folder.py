@@ -397,7 +397,8 @@ def _remove_prefix_space(tokenizer: Any) -> None:  # noqa: ANN401 - a `tokenizer
 
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        # The decoder of transformers also has a last step, which removes the added space.
+        # These are the steps of transformers' decoder for GGUF files, without its last step, which
+        # removes the added space.
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         tokenizer.decoder = decoders.Sequence(steps)
 

@@ -68,11 +68,7 @@ class BlockTables:
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
         self._windows = tuple(windows)
-        # Maps each attention window to the indices of the layer groups that have this window.
-        self._groups_of_window: dict[AttentionWindow, list[int]] = {}
-        for group, window in enumerate(windows):
-            if window is not None:
-                self._groups_of_window.setdefault(window, []).append(group)
+        self._groups_of_window = _groups_by_window(windows)
         # The pairs (from, to) of blocks that must be copied before the next step.
         self._copies: list[tuple[int, int]] = []
 
@@ -426,6 +422,20 @@ class BlockTables:
     def _num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens need, rounded up."""
         return -(-num_tokens // self._block_size)
+
+
+def _groups_by_window(
+    windows: abc.Sequence[AttentionWindow | None],
+) -> dict[AttentionWindow, list[int]]:
+    """Map each attention window to the indices of the layer groups that have this window.
+
+    `windows` contains the window of each group; None for a group with full attention.
+    """
+    groups: dict[AttentionWindow, list[int]] = {}
+    for group, window in enumerate(windows):
+        if window is not None:
+            groups.setdefault(window, []).append(group)
+    return groups
 
 
 def _without_null_blocks(tables: list[list[int]], num_null_blocks: list[int]) -> list[int]:

@@ -80,9 +80,9 @@ def choose_images_only(
         raise UnsupportedModelError(f"{text_error} Images are refused, because {images.reason}")
     progress(f"texts: refused, because the model accepts only prompts with {images.kind}")
     limit = model_limit(checkpoint.text_config, is_batched=False)
-    # Without texts, there are no test sequences.
-    trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)
+    no_logits = torch.empty(0, checkpoint.vocab_size)
+    trial_without_texts = Trial(sequences=[], expected=no_logits, block_size=block_size)
     # The forward path refuses texts, so the difference of the logits was measured with prompts that
     # contain images.
-    chosen = ChosenPath(_IMAGES_ONLY_SPEC, images.difference, limit, trial)
+    chosen = ChosenPath(_IMAGES_ONLY_SPEC, images.difference, limit, trial_without_texts)
     return chosen, replace(images, needs_images=True)

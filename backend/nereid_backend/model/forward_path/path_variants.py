@@ -29,7 +29,7 @@ from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
 from nereid_backend.paths.padded import PaddedPath
 from nereid_backend.paths.recurrent import RowsPath
-from nereid_backend.paths.row_keys import GatheredKeys, HookedKeys, RowKeys
+from nereid_backend.paths.row_keys import Blocks, GatheredKeys, HookedKeys, RowKeys
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.step_runner import ForwardPath
 
@@ -80,7 +80,7 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     In this path, one row contains the tokens of all sequences, and Nereid's attention function
     (`hook`) reads keys and values from blocks. `max_model_len` is the setting, or None.
 
-    Mutates: `checkpoint`, because its attention is set.
+    Mutates: `checkpoint`, because its attention is set to `hook`.
 
     Raises:
         UnfitError: if the path cannot compute correct logits.
@@ -88,9 +88,9 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
         _check_attention_is_dense(limit, max_model_len)
-        # Up to the limit, sparse attention attends to every earlier token. Nereid's attention
-        # function hides later tokens itself, so no mask is needed. However, the model's code
-        # requests a mask from the function that is registered under `hook.name`.
+        # A model with sparse attention requests a mask from the function that is registered under
+        # the name of the attention. Nereid's attention needs no mask, because `hook` hides later
+        # tokens itself.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -103,13 +103,10 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
 
 
 def _check_attention_is_dense(limit: LengthLimit, max_model_len: int | None) -> None:
-    """Check that no sequence is so long that the model attends to only some of the earlier tokens.
+    """Raise an UnfitError if sequences can be longer than the limit of dense attention.
 
     `limit` is the largest length at which the sparse attention of the model still attends to every
     earlier token. `max_model_len` is the setting, or None.
-
-    Raises:
-        UnfitError: if sequences can be longer than the limit.
     """
     if max_model_len is None or max_model_len > limit.num_tokens:
         raise UnfitError(
@@ -156,8 +153,9 @@ def _rows_variants_with_hook(checkpoint: Checkpoint, hook: AttentionHook) -> lis
     layers = probe_recurrent_model(checkpoint, hook)
 
     def make_keys(sizes: Sizes) -> RowKeys:
-        # A model with only convolutions and recurrences has no attention layers.
-        blocks = make_blocks(checkpoint, layers, sizes) if layers else None
+        if not layers:  # The model has only convolutions and recurrences.
+            return HookedKeys(checkpoint.model.config, hook, blocks=None)
+        blocks = Blocks(*make_blocks(checkpoint, layers, sizes))
         return HookedKeys(checkpoint.model.config, hook, blocks)
 
     return _make_rows_variants(checkpoint, make_keys, layers, hook)

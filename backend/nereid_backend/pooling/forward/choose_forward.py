@@ -117,8 +117,10 @@ class _Candidate(NamedTuple):
 
 
 @torch.inference_mode()
-def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
-    """Choose the fastest exact method that computes the token vectors of a batch of texts.
+def pack_layers_and_choose_forward(
+    encoder: Encoder, hook: AttentionHook, name: str, max_len: int
+) -> ChosenForward:
+    """Pack the linear layers of a model, and choose the fastest exact method for token vectors.
 
     The methods are "packed" (all texts are joined into one row), "padded" (all texts are padded to
     the same length) and "rows" (only texts of equal lengths are computed together). A method is

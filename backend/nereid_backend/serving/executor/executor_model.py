@@ -142,9 +142,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         packed_envelope = triton_api.array(request, tensor_names.ENVELOPE)
         # A request for text is no operation, even if a client has given it a parameter with the
         # name of an operation, such as "cache".
-        if packed_envelope.size <= _MAX_PLACEHOLDER_BYTES:
-            is_queued = self._engine_calls.put(triton_api.parameters(request), sender)
-            if is_queued:
+        can_be_operation = packed_envelope.size <= _MAX_PLACEHOLDER_BYTES
+        if can_be_operation:
+            is_operation = self._engine_calls.put(triton_api.parameters(request), sender)
+            if is_operation:
                 return
         envelope = RequestEnvelope.unpack(packed_envelope)
         self._refuse_health_check_during_replacement(envelope)

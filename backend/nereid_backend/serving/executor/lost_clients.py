@@ -80,10 +80,11 @@ class LostClientDetector:
         Mutates: `stream.unconsumed_steps` and `stream.stalled_s`. Before the second case is
         confirmed, the feedback is read again.
         """
-        waiting_s = stream.stalled_s  # the time since the last consumption of a step of `stream`
-        if stream.unconsumed_steps and waiting_s > self._patience_s:
+        # `stalled_s` is the time since the last consumption of a step of `stream`.
+        is_patience_over = stream.stalled_s > self._patience_s
+        if is_patience_over and stream.unconsumed_steps:
             return True
-        if waiting_s < _OVERTAKING_S or not self._is_overtaken(stream):
+        if stream.stalled_s < _OVERTAKING_S or not self._is_overtaken(stream):
             return False
         # The steps may have been consumed since the feedback was last read, so read it again.
         self.remove_consumed_steps(stream)

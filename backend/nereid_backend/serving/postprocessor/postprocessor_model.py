@@ -299,15 +299,14 @@ class PostprocessorModel:
         match name:
             case tensor_names.FINISH_REASON:
                 reasons = [output.finish_reason or "" for output in outputs]
-                has_ended_choice = any(reasons)
-                return triton_api.strings(*reasons) if has_ended_choice else triton_api.strings()
+                if not any(reasons):
+                    reasons = []  # No choice has ended.
+                return triton_api.strings(*reasons)
             case tensor_names.LOGPROBS:
-                return triton_api.json_strings(
-                    *(
-                        [vllm_entry(row, self._texts) for row in output.logprobs]
-                        for output in outputs
-                    )
+                entries_of_outputs = (
+                    [vllm_entry(row, self._texts) for row in output.logprobs] for output in outputs
                 )
+                return triton_api.json_strings(*entries_of_outputs)
             case tensor_names.CUMULATIVE_LOGPROB:
                 return np.array([output.cumulative_logprob for output in outputs], np.float32)
             case tensor_names.NUM_INPUT_TOKENS:

@@ -145,7 +145,8 @@ class SupervisedProcess:
     def _start_replacement(self) -> ChildProcess | None:
         """Stop the old process, start a new process, and return the new process.
 
-        If the start fails, log and store the reason, and return None.
+        If the start fails, log and store the reason, and return None. If the operating system
+        cannot start a process, also wait before the caller tries again.
         """
         try:
             self.child.stop()

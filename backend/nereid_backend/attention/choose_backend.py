@@ -78,6 +78,8 @@ def unrounded_cache_class(
 def rounded_cache_class(cache_class: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
     """Return the class of the KV cache that the setting kv_cache_dtype selects.
 
+    If the class makes attention much slower on a CPU, a warning is logged.
+
     Examples: GpuKVCache and "int8" give GpuInt8KVCache, which stores 8-bit integers. CpuKVCache and
     "fp8" give Float8KVCache, whose attention the reference implementation computes in plain torch.
 

@@ -175,18 +175,25 @@ def lazy_weights(
         # `ignored` contains suffixes of tensors that are not needed, such as scales of activations.
         if name in used_names or name.endswith(chosen_format.ignored):
             continue
-        # This tensor does not belong to a complete quantised weight. If its suffix or its data type
-        # is typical of a quantised weight, the other tensors of that weight are missing or not
-        # supported.
-        if settings is not None and _is_part_of_quantised_weight(tensor):
-            raise ModelError(
-                f"{tensor.file} contains the tensor {name} of a quantised weight. The other "
-                "tensors of this weight are missing or have an unsupported layout. Download the "
-                "checkpoint again, or use another checkpoint of the model."
-            )
+        if settings is not None:
+            _check_is_unquantised(name, tensor)
         # The weight is not quantised, so it consists of one tensor without a suffix.
         weights[name] = LazyWeight({"": tensor}, layout=None, dtype=dtype)
     return weights
+
+
+def _check_is_unquantised(name: str, tensor: StoredTensor) -> None:
+    """Raise a ModelError if a tensor has a suffix or a data type that only quantised weights have.
+
+    The tensor `name` does not belong to a complete quantised weight. The other tensors of its
+    weight are therefore missing or not supported.
+    """
+    if _is_part_of_quantised_weight(tensor):
+        raise ModelError(
+            f"{tensor.file} contains the tensor {name} of a quantised weight. The other tensors of "
+            "this weight are missing or have an unsupported layout. Download the checkpoint again, "
+            "or use another checkpoint of the model."
+        )
 
 
 def _quantised_weights(

@@ -20,11 +20,11 @@ class PrefillShares:
     """
 
     def __init__(self) -> None:
-        self._remaining: dict[str, int] = {}  # by client; empty if there are no shares
+        self._remaining: dict[str, int] | None = None  # by client; None if there are no shares
 
     def clear(self) -> None:
         """Remove the token limits of all clients."""
-        self._remaining = {}
+        self._remaining = None
 
     def divide(self, budget: int, sequences: Iterable[Sequence]) -> None:
         """Divide a token budget among the clients whose prompts must still be computed.
@@ -44,7 +44,7 @@ class PrefillShares:
                 params = sequence.params
                 demands[params.client_id] += num_uncomputed
                 weights[params.client_id] = params.client_weight
-        self._remaining = fair_shares(demands, weights, budget) if len(demands) > 1 else {}
+        self._remaining = fair_shares(demands, weights, budget) if len(demands) > 1 else None
 
     def take(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` tokens a sequence may compute in this step.
@@ -53,10 +53,9 @@ class PrefillShares:
         client. One token is always allowed. Example: the share of the client is 100. The calls with
         80 and 80 tokens return 80 and 20, and a third call returns 1.
         """
-        is_divided = bool(self._remaining)
         # A single token does not reduce the share, because the planner has already reserved one
         # token of the budget for each running sequence.
-        if not is_divided or num_tokens <= 1:
+        if self._remaining is None or num_tokens <= 1:
             return num_tokens
         client = sequence.params.client_id
         # If the client has got no share, the first call creates a share of `num_tokens` tokens.

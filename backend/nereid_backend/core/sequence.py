@@ -112,29 +112,40 @@ class Sequence:
         self._set_initial_state(prompt_token_ids)
 
     def _set_initial_state(self, prompt_token_ids: abc.Sequence[int]) -> None:
-        """Set the attributes that change while the sequence runs, such as its tokens and blocks."""
-        # These attributes describe the tokens of the sequence and the values that updates report.
+        """Set the attributes that change while the sequence runs to the values of a new sequence.
+
+        A new sequence contains only the tokens of its prompt, and no token is computed.
+        """
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.draft_token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.was_reported = False
-        # These attributes describe the blocks, the computed tokens and the saved states of the
-        # sequence.
+        self.was_reported = False  # No update has told the client about the sequence.
+        self.num_computed_tokens = 0
+        self.num_reused_tokens = 0
+        self.num_cached_tokens: int | None = None  # unknown until the sequence gets a row
+        self._set_initial_blocks()
+        self._set_initial_snapshots()
+
+    def _set_initial_blocks(self) -> None:
+        """Set the attributes about the blocks of the KV cache. A new sequence has no blocks."""
         self.block_tables: list[list[int]] = [[]]
         self.num_null_blocks: list[int] = [0]
         self.num_tokens_with_blocks = 0
-        self.table_version = 0
-        self.num_computed_tokens = 0
-        self.num_reused_tokens = 0
-        self.num_cached_tokens: int | None = None
+        self.table_version = 0  # The version changes whenever a block table changes.
         self.block_hashes: list[bytes] = []
         self.num_blocks_in_cache = 0
+
+    def _set_initial_snapshots(self) -> None:
+        """Set the attributes about the saved copies (snapshots) of the sequence's recurrent state.
+
+        A new sequence has no snapshots. The other two attributes are numbers of leading tokens.
+        """
         self.snapshot_id: int | None = None
         self.unsaved_snapshot_id: int | None = None
-        self.num_snapshot_tokens = 0
-        self.end_of_cached_blocks = 0
+        self.num_snapshot_tokens = 0  # the tokens before the last snapshot
+        self.end_of_cached_blocks = 0  # the tokens whose blocks are in the prefix cache
 
     @property
     def block_table(self) -> list[int]:

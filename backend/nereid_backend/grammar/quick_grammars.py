@@ -80,9 +80,9 @@ def is_quick(spec: GrammarSpec) -> bool:
 def _num_repetitions(tag: object) -> float:
     """Return the number of repetitions in the patterns, lengths and formats of a structural tag.
 
-    A repetition in a pattern is counted _PATTERN_WEIGHT times. Example: a schema with
-    `"maxLength": 50` and a schema with the pattern `a{4}b{1,2}` have 50 + 6 * 20 repetitions. If a
-    length is NaN, the result is NaN.
+    A repetition in a pattern is counted _PATTERN_WEIGHT (20) times. Example: a schema with
+    `"maxLength": 50` has 50 repetitions. A schema with the pattern `a{4}b{1,2}` has (4 + 2) * 20
+    repetitions. If a length is NaN, the result is NaN.
     """
     total = 0.0
     for node in _objects_in(tag):

@@ -371,12 +371,12 @@ class TokenGuide:
     def _complete_mask(self, matcher: Matcher, row: TokenMask) -> None:
         """Apply the remaining rules to the mask that the grammar library has written into `row`.
 
-        The library does not know these rules: special tokens that the grammar does not contain are
-        forbidden, stop tokens are allowed if the answer may end, and white space is allowed if it
-        may still follow the marker (the text before the grammar).
+        The library does not know these rules, which are applied in this order:
 
-        If no token is allowed although the answer is not complete, log an error and allow the stop
-        tokens.
+        - Special tokens that the grammar does not contain are forbidden.
+        - Stop tokens are allowed if the answer may end. If no token is allowed although the answer
+          is not complete, they are allowed, too, and an error is logged.
+        - White space is allowed if it may still follow the marker (the text before the grammar).
 
         Mutates: row.
         """

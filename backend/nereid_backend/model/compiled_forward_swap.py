@@ -188,7 +188,7 @@ def _check_can_compile(folder: Path) -> None:
         )
 
 
-def use_fast_forward(
+def use_or_compile_forward(
     config: EngineConfig, target: CompileTarget, progress: Progress
 ) -> ForwardSwap | None:
     """Use the compiled forward pass if it is stored on disk. Otherwise, start to compile it.
@@ -204,7 +204,8 @@ def use_fast_forward(
         progress: called with one line about the result.
 
     Returns:
-        The compilation that was started; None if no compilation was started.
+        The compilation that was started; None if the compiled forward pass is used already, or if
+        nothing is compiled.
     """
     path, checkpoint = target.path, target.checkpoint
     if not isinstance(path, PackedPath) or not _is_worth_compiling(config, checkpoint):

@@ -208,14 +208,15 @@ def _merge(checkpoint: Checkpoint) -> None:
 
     One matrix product then computes all merged layers. Mutates: the checkpoint.
     """
-    recorded_logits: list[Tensor | None] = []
+    original_logits: Tensor | None = None
+
+    def run_unchanged_model() -> None:
+        nonlocal original_logits
+        original_logits = _logits_of_test_tokens(checkpoint)
+
     # `merge_linears` runs the model once before the merging, to find the layers with the same
-    # input. This run also computes the logits of the unchanged model.
-    merge_linears(
-        checkpoint.model,
-        run=lambda: recorded_logits.append(_logits_of_test_tokens(checkpoint)),
-    )
-    [original_logits] = recorded_logits
+    # input.
+    merge_linears(checkpoint.model, run_unchanged_model)
     if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
         separate_linears(checkpoint.model)
 
@@ -358,6 +359,6 @@ def _logits_of_test_tokens(checkpoint: Checkpoint) -> Tensor | None:
         # memory after each use.
         with discard_weights_after_use(checkpoint.model):
             logits = ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions).float()
-    except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it
+    except Exception:  # noqa: BLE001 - The check of the forward path reports the error later.
         return None
     return logits if logits.isfinite().all() else None

@@ -32,7 +32,7 @@ from nereid_backend.model.accelerate_path import (
     use_fastest_attention,
 )
 from nereid_backend.model.cache_plan import plan_cache
-from nereid_backend.model.compiled_forward_swap import ForwardSwap, use_fast_forward
+from nereid_backend.model.compiled_forward_swap import ForwardSwap, use_or_compile_forward
 from nereid_backend.model.forward_path.choose_image_path import ImageSupport
 from nereid_backend.model.forward_path.choose_path import ChosenPath
 from nereid_backend.model.forward_path.make_kv_cache import cache_class
@@ -200,7 +200,7 @@ def _compile_forward(
         progress: called with one line about the result.
     """
     if config.compile_forward == "auto":
-        return _Compilation(swap=use_fast_forward(config, target, progress))
+        return _Compilation(swap=use_or_compile_forward(config, target, progress))
     if config.compile_forward:
         return _Compilation(compiled=compile_or_fuse_norms(target, progress))
     return _Compilation()

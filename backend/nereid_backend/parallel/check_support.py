@@ -176,7 +176,7 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
 
     Example: 12 query heads can be divided among 4 ranks, but not among 8 ranks. If one layer
     computes queries, keys and values together, the number of KV heads must be a multiple of `size`,
-    too. Otherwise, `_check_kv_heads` checks the number of KV heads.
+    too.
 
     Args:
         config: the config of the text model, which contains the numbers of heads.
@@ -185,9 +185,11 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
         size: the number of ranks, which compute the model together.
     """
     divided_layers = _layers_with_divided_outputs(plan)
-    if divided_layers & _LAYERS_OF_HEADS:
+    divides_query_heads = not divided_layers.isdisjoint(_LAYERS_OF_HEADS)
+    if divides_query_heads:
         _check_number_of_heads(config, "num_attention_heads", size)
-    if divided_layers & _FUSED_LAYERS:
+    divides_fused_layers = not divided_layers.isdisjoint(_FUSED_LAYERS)
+    if divides_fused_layers:
         _check_number_of_heads(config, "num_key_value_heads", size)
 
 

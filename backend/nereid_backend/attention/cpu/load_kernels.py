@@ -158,8 +158,8 @@ def _build_lock(path: Path) -> Iterator[None]:
     operating system releases the lock. If the file cannot be created or locked, the library is
     built without a lock.
 
-    The lock only saves work, and rarely fails to exclude another process. Two processes can build
-    the library at the same time, because `_build` writes a temporary file and then renames it.
+    The lock only saves work. It need not exclude every other process, because `_build` writes a
+    temporary file and then renames it, so two processes can build the library at the same time.
     """
     with contextlib.ExitStack() as end_of_context:
         with contextlib.suppress(OSError):  # for example, the file system does not support locks

@@ -133,8 +133,9 @@ class TrialLayer:
         tables = _scattered_tables(step, self.block_size)
         batch = _make_batch(step, tables, self.block_size, self.device)
         num_tokens = batch.slots.numel()
+        num_blocks = sum(len(table) for table in tables)  # without the null block
         generator = torch.Generator().manual_seed(0)
-        cache = self._random_cache(sum(map(len, tables)), generator)
+        cache = self._random_cache(num_blocks, generator)
         query = self._random(generator, num_tokens, spec.num_heads, spec.key_dim)
         key = self._random(generator, num_tokens, spec.num_kv_heads, spec.key_dim)
         value = self._random(generator, num_tokens, spec.num_kv_heads, spec.value_dim)
@@ -276,11 +277,17 @@ def _decode_group(
 ) -> DecodeGroup:
     """Return one group with all decoding sequences of a step.
 
-    `_make_batch` documents the arguments.
+    Args:
+        step: the lengths of the sequences.
+        tables: the block table of each sequence. The tables of the decodes come first.
+        block_size: the number of tokens in one block.
+        device: the device of the tensors.
     """
-    # The blocks of the sequences have the ids 0 to n - 1, and the null block has the id n.
-    null_block = sum(map(len, tables))
-    blocks = _int64(_padded(tables[: len(step.decodes)], null_block), device)
+    # The n blocks in `tables` have the ids 0 to n - 1, so the null block, which pads
+    # short tables, has the id n.
+    null_block = sum(len(table) for table in tables)
+    decode_tables = tables[: len(step.decodes)]
+    blocks = _int64(_padded(decode_tables, null_block), device)
     lens = _int64(step.decodes, device)
     # tokens=None means that the tokens of the decodes are the first tokens of the step.
     return DecodeGroup(tokens=None, blocks=blocks, lens=lens, block_size=block_size)

@@ -394,19 +394,19 @@ def _rope_parameters(
     scaling = values.get("rope.scaling.type", "none" if factor == 1 else "linear")
     if scaling == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    if scaling not in ("linear", "yarn"):
-        raise UnsupportedModelError(
-            f"{file.path}: rope.scaling.type {scaling!r} is not supported. Use the model's "
-            "safetensors files."
-        )
     parameters = {"rope_type": scaling, "rope_theta": theta, "factor": factor}
+    if scaling == "linear":
+        return parameters
     if scaling == "yarn":
         # The context length before YaRN extended it. If the file does not contain this length, or
         # contains 0, use the context length of the model.
         original_length = values.get("rope.scaling.original_context_length")
-        context_length = values.get("context_length")
-        parameters["original_max_position_embeddings"] = original_length or context_length
-    return parameters
+        length = original_length or values.get("context_length")
+        return {**parameters, "original_max_position_embeddings": length}
+    raise UnsupportedModelError(
+        f"{file.path}: rope.scaling.type {scaling!r} is not supported. Use the model's "
+        "safetensors files."
+    )
 
 
 def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict[str, Any]:

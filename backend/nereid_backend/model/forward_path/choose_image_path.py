@@ -204,7 +204,8 @@ def _choose_candidate(
 
     A candidate is a way to run a model. The kinds of media (images, videos and audio) are tried in
     the order of `trials`. The first candidate that computes correct logits for a kind is chosen.
-    The later kinds must use the same candidate, and are refused if their logits are wrong.
+    The engine runs a model in only one way. Therefore, the later kinds must use the same candidate,
+    and are refused if their logits are wrong.
 
     Args:
         candidates: the candidates in order of preference.

@@ -120,23 +120,29 @@ def begin_check(folder: Path) -> None:
     """
     _end_check(folder)  # An earlier check of this process has failed if its records are still open.
     path = folder / _CHECKS_FILE
-    # For each recorded check, this function appends one byte to the file. A successful check
-    # deletes the file.
-    num_failed_checks = path.stat().st_size if path.is_file() else 0
-    if num_failed_checks >= _MAX_FAILED_CHECKS:
-        raise UnfitError(
-            f"the last {_MAX_FAILED_CHECKS} checks of the library in {folder} did not succeed. "
-            "Delete this folder to compile the model again"
-        )
-    records = _open_records(path)
+    _raise_if_checks_failed(path)
+    records = _open_and_lock(path)  # None if another engine is checking the library
     if records is not None:
         _running_checks[folder] = records
         with contextlib.suppress(OSError):  # The disk may be full.
-            records.write(b".")
+            records.write(b".")  # one byte for each check
 
 
-def _open_records(path: Path) -> BinaryIO | None:
-    """Open the file `path`, in which this process records a check; see `begin_check`.
+def _raise_if_checks_failed(path: Path) -> None:
+    """Raise an UnfitError if the file `path` has `_MAX_FAILED_CHECKS` bytes or more.
+
+    Each byte stands for a check that did not succeed, because a successful check deletes the file.
+    """
+    num_failed_checks = path.stat().st_size if path.is_file() else 0
+    if num_failed_checks >= _MAX_FAILED_CHECKS:
+        raise UnfitError(
+            f"the last {_MAX_FAILED_CHECKS} checks of the library in {path.parent} did not "
+            "succeed. Delete this folder to compile the model again"
+        )
+
+
+def _open_and_lock(path: Path) -> BinaryIO | None:
+    """Open and lock the file `path`, in which this process records a check; see `begin_check`.
 
     Return None if another process has locked the file, or if this process cannot write the file.
     """

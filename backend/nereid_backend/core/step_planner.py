@@ -134,7 +134,7 @@ class StepPlanner:
         Mutates: `prefill_shares`, which contains the limits of this step.
         """
         if self.whole_prefill:
-            self.prefill_shares.clear()
+            self.prefill_shares.clear()  # removes all limits
             return
         # `divide` ignores sequences without uncomputed prompt tokens.
         sequences = list(self.running)

@@ -192,7 +192,9 @@ class TokenGuide:
             case Phase.WHITE_SPACE:
                 return self._advance_after_marker(matcher, token_id, data)
             case Phase.GRAMMAR:
-                return _has_bit(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
+                if not _has_bit(self._rules.grammar_bits, token_id):
+                    return False
+                return matcher.accept(token_id)
             case Phase.ENDED:
                 return False
 

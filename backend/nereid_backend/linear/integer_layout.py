@@ -38,7 +38,9 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     quadruples = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 8:
         return quadruples.contiguous()
-    return _pack_bytes(quadruples, bits) if bits == 4 else _pack_6_bits(quadruples)
+    if bits == 4:
+        return _pack_bytes(quadruples, bits)
+    return _pack_6_bits(quadruples)
 
 
 def _pack_bytes(quadruples: Tensor, bits: int) -> Tensor:

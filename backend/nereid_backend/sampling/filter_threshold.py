@@ -77,6 +77,10 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
         probs: [n, width], the largest probabilities of each row in descending order.
         min_p: [n, 1]; 0 turns the filter off.
         top_k: [n, 1]; 0 turns the filter off.
+
+    Returns:
+        The threshold of each row. `is_certain` states whether the total probability of the tokens
+        that the two filters keep is known.
     """
     largest = probs[:, :1]
     # The threshold of top_k is 0 if top_k is off or exceeds the number of tokens in `probs`. The

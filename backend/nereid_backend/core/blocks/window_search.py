@@ -112,7 +112,8 @@ class WindowSearch:
         be cached, so at least 2 consecutive cached blocks must end with block 5.
 
         Args:
-            cached_runs: the result of `_cached_runs_by_window`.
+            cached_runs: the result of `_cached_runs_by_window`. For each window, element i of the
+                list is the number of consecutive cached blocks that end with block i.
             num_blocks: the number of blocks in the prefix.
         """
         for window, runs in cached_runs.items():

@@ -62,11 +62,10 @@ class PostprocessorModel:
         # The texts of single tokens, for log-probabilities.
         self._texts = TokenText(tokenizer)
         self._tracing = Tracing("postprocessor")
-        # The open streams of each executor, in the order of the executors' last steps. The key is
-        # the address of the executor's shared memory.
-        self._executors: OrderedDict[bytes, OpenStreams] = OrderedDict()
-        # The open streams of the current executor, which has sent the last step. `_executors` also
-        # contains this object, after an executor has sent a step.
+        # Maps the address of each executor's shared memory to the open streams of the executor, in
+        # the order of the executors' last steps.
+        self._streams_by_executor: OrderedDict[bytes, OpenStreams] = OrderedDict()
+        # The open streams of the executor that has sent the last step; empty before the first step.
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
@@ -99,7 +98,8 @@ class PostprocessorModel:
         A step belongs to the stream of one client request. While the stream is open, it owns a slot
         in the shared memory in which this process sends reports and signals to the executor.
         """
-        state = self._verify_step(request)  # the new tokens, and the slot of the stream
+        # `state` contains the new tokens and the slot of the stream.
+        state = self._verify_and_select_executor(request)
         if self._streams.is_late(state):
             return None  # The stream has ended, and another stream already uses its slot.
         # Report the step to the executor before the step is processed here. The executor can then
@@ -113,17 +113,17 @@ class PostprocessorModel:
             self._streams.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
-    def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
+    def _verify_and_select_executor(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the message in `request`, and return the StepState.
 
-        Afterwards, `self._streams` contains the open streams of this executor.
+        Mutates: `_streams`, which becomes the object with the open streams of this executor.
 
         Raises:
             RequestError: the step was not signed by an executor.
         """
         message = triton_api.array(request, tensor_names.STATE).tobytes()
         address = message.partition(b"\n")[0]  # the address of the executor's shared memory
-        streams = self._executors.get(address)
+        streams = self._streams_by_executor.get(address)
         if streams is None:
             streams = OpenStreams()
         packed_state = streams.feedback.attach_and_verify(message)
@@ -137,11 +137,11 @@ class PostprocessorModel:
         `address` is the address of the executor's shared memory. `streams` are its open streams.
         """
         self._streams = streams
-        self._executors[address] = streams
-        self._executors.move_to_end(address)
-        if len(self._executors) > _MAX_EXECUTORS:
+        self._streams_by_executor[address] = streams
+        self._streams_by_executor.move_to_end(address)
+        if len(self._streams_by_executor) > _MAX_EXECUTORS:
             # Remove the streams of an executor that has ended.
-            self._executors.popitem(last=False)
+            self._streams_by_executor.popitem(last=False)
 
     def _add_step(self, state: StepState, request: Any) -> Any:  # noqa: ANN401
         """Add the tokens of a step to its stream. Return the response; None if there is none.

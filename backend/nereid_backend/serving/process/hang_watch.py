@@ -59,10 +59,9 @@ class HangWatch:
     def measure(self, *, is_working: bool) -> None:
         """Update `silent_s`, the time for which the process has had work but sent no message.
 
-        Call this method several times a second. If more than 0.5 s have passed since the last call,
-        only 0.5 s count, because both processes were probably paused. When half of the time limit
-        has passed, also store the CPU time of the process, so that `is_hanging` can compute the CPU
-        load after this moment.
+        Call this method several times a second. If more than `_LONGEST_INTERVAL_S` seconds have
+        passed since the last call, only these seconds count, because both processes were probably
+        paused. At half of the time limit, also store the CPU time of the process for `is_hanging`.
 
         Args:
             is_working: whether the process has work. If False, `silent_s` becomes 0.

@@ -217,7 +217,7 @@ def _create_stream_parser(options: argparse.Namespace, trace: Trace | None = Non
     The parser numbers the generated ids of tool calls (`call_0`, `call_1`), so that the output is
     the same each time. The parser passes each piece of the text to `trace`.
     """
-    tools = _read_json(options.tools) if options.tools else None
+    tools = _read_tools(options.tools) if options.tools else None
     prompt = _read(options.prompt) if options.prompt else None
     numbers = itertools.count()
     return StreamParser(
@@ -256,8 +256,19 @@ def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may contain any type
     """Read a JSON file and return its value. Raise ValueError if the file is not valid JSON."""
     try:
         return json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"The file {path} is not valid JSON: {error}") from error
+
+
+def _read_tools(path: str) -> list[dict[str, Any]]:
+    """Read the tools in a JSON file. Raise ValueError if the value is not a list of objects."""
+    tools = _read_json(path)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f"The file {path} must contain a list of tools, such as "
+            '[{"type": "function", "function": {"name": "f", "parameters": {}}}].'
+        )
+    return tools
 
 
 def _print_events(paint: Paint, events: list[Event]) -> None:

@@ -79,6 +79,16 @@ def test_an_invalid_argument_is_reported_in_one_line(capsys, transcript, argumen
     assert capsys.readouterr().err.startswith("nereid_parsers: ")
 
 
+@pytest.mark.parametrize("text", ["{}", "[1]", "[" * 100_000])
+def test_a_file_of_tools_with_another_value_is_reported_in_one_line(
+    capsys, tmp_path, transcript, text
+):
+    tools = tmp_path / "tools"
+    tools.write_text(text)
+    assert main(["parse", "--format", "hermes", "--tools", str(tools), transcript]) == 2
+    assert capsys.readouterr().err.startswith(f"nereid_parsers: The file {tools} ")
+
+
 def test_a_missing_file_is_reported_in_one_line(capsys):
     assert main(["parse", "--format", "hermes", "/no/such/file"]) == 2
     assert "no/such/file" in capsys.readouterr().err

@@ -13,6 +13,18 @@ from nereid_client.management_key import HEADER
 from nereid_client.supervise import startup_checks
 from nereid_client.supervise.supervisor import SERVER_EXIT_TIMEOUT_S
 
+_FLAG_OF_ARGUMENT = {
+    "--model-repository": "--model-repository",
+    "--model-store": "--model-repository",
+    "--http-address": "--host",
+    "--grpc-address": "--host",
+    "--metrics-address": "--host",
+    "--http-port": "--http-port",
+    "--grpc-port": "--grpc-port",
+    "--metrics-port": "--metrics-port",
+}
+"""Maps each argument of the Triton server that `nereid serve` must know to the flag for it."""
+
 
 def server_command(
     args: argparse.Namespace, tritonserver: Path, repository: Path, shm_prefix: str, log_level: str
@@ -25,7 +37,10 @@ def server_command(
         repository: the path of the model repository.
         shm_prefix: the beginning of the names of the server's shared memory regions.
         log_level: the setting log_level of the frontend. "debug" makes the server log more.
+
+    Raises: CliError if an argument after -- has a flag of `nereid serve`.
     """
+    _check_no_flag_is_replaced(args.tritonserver_args)
     command = [str(tritonserver), f"--model-repository={repository}"]
     for endpoint in ("http", "grpc", "metrics"):
         command += [
@@ -47,6 +62,20 @@ def server_command(
     if log_level == "debug":
         command.append("--log-verbose=1")
     return command + list(args.tritonserver_args)
+
+
+def _check_no_flag_is_replaced(arguments: Sequence[str]) -> None:
+    """Refuse arguments after -- for which `nereid serve` has a flag.
+
+    Otherwise, the server would listen on another port than the one that the frontend connects to.
+    """
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in _FLAG_OF_ARGUMENT:
+            raise CliError(
+                f"-- {name}: `nereid serve` determines this argument of the Triton server. Remove "
+                f"it, and give the value with the flag {_FLAG_OF_ARGUMENT[name]} before --."
+            )
 
 
 def restrict_management(

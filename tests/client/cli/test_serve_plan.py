@@ -203,6 +203,13 @@ def test_own_restrictions_of_the_triton_server_are_not_repeated(plan):
     assert [flag for flag in command if flag.startswith("--http-restricted-api")] == [own]
 
 
+@pytest.mark.parametrize("argument", ["--grpc-port=19", "--http-address", "--model-repository=/x"])
+def test_an_argument_of_the_triton_server_that_has_a_flag_is_refused(plan, argument):
+    [port] = free_ports(1)
+    with pytest.raises(CliError, match=f"-- {argument.partition('=')[0]}: .* with the flag --"):
+        plan(f"--openai-port={port}", "--", argument)
+
+
 def test_the_variable_of_the_log_level_applies_to_both_programs(plan):
     [port] = free_ports(1)
     made = plan(f"--openai-port={port}", NEREID_LOG_LEVEL="debug")

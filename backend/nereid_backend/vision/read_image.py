@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 # The image formats that are decoded. Pillow could decode further formats, but its decoders for
 # those formats are rarely used and little tested.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-IMAGE_DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]*;base64,", re.IGNORECASE)
+# The format of an image is read from the file. Clients that do not know the format, for example
+# browsers for a file without a known extension, send application/octet-stream or no media type.
+IMAGE_DATA_URL = re.compile(
+    r"data:(?:image/[A-Za-z0-9.+-]*|application/octet-stream)?;base64,", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,7 @@ def test_other_urls_are_refused(url, problem):
         decode_data_url(url, "messages: image 1", LIMITS)
 
 
-def test_a_data_url_gives_its_bytes():
-    url = "data:image/PNG;base64," + base64.b64encode(b"abc").decode()
+@pytest.mark.parametrize("media_type", ["image/PNG", "application/octet-stream", ""])
+def test_a_data_url_gives_its_bytes(media_type):
+    url = f"data:{media_type};base64," + base64.b64encode(b"abc").decode()
     assert decode_data_url(url, "image", LIMITS) == b"abc"

@@ -282,6 +282,23 @@ def refuse_token_limits_below_model_limit(served: ServedModel, body: ScoringRequ
         refuse_truncation_below_model_limit(served, name, getattr(body, name) or None)
 
 
+def refuse_instruction_for_embedding_model(served: ServedModel, body: ScoringRequest) -> None:
+    """Check that a request has no instruction if an embedding model computes the scores.
+
+    Only some rerankers read an instruction. A reranker itself refuses one that it does not read.
+
+    Raises: ApiError 400 that names the field.
+    """
+    for name in ("instruction", "instruct"):
+        if served.kind == EMBEDDING and getattr(body, name, None):
+            raise ApiError(
+                400,
+                f"{name} requires a generative reranker, but the model {served.name!r} is an "
+                "embedding model. Leave the field out.",
+                param=name,
+            )
+
+
 async def call_model(
     request: Request, served: ServedModel, inputs: ModelInputs, options: Mapping[str, Any]
 ) -> PoolingOutputs:

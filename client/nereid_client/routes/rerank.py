@@ -15,6 +15,7 @@ from nereid_client.embeddings.late_interaction import (
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
+    refuse_instruction_for_embedding_model,
     refuse_token_limits_below_model_limit,
     require_kind,
 )
@@ -104,6 +105,7 @@ async def _read_body_and_query_parameter(request: Request) -> RerankRequest:
 async def _score(request: Request, served: ServedModel, body: RerankRequest) -> PoolingOutputs:
     """Return the score of each document. The model `served` computes the scores."""
     refuse_token_limits_below_model_limit(served, body)
+    refuse_instruction_for_embedding_model(served, body)
     options = body.options()
     if uses_late_interaction(served):  # an embedding model with one vector for each token
         truncate = options["truncate"]

@@ -11,6 +11,7 @@ from nereid_client.embeddings.late_interaction import late_interaction, uses_lat
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
+    refuse_instruction_for_embedding_model,
     refuse_token_limits_below_model_limit,
     require_kind,
 )
@@ -36,6 +37,7 @@ async def score(request: Request) -> Response:
     body = await read_and_validate(request, ScoreRequest)
     served = await choose_model(request, body.model, (RERANK, EMBEDDING))
     refuse_token_limits_below_model_limit(served, body)
+    refuse_instruction_for_embedding_model(served, body)
     outputs = await _score(request, served, body)
     data = [
         {"index": index, "object": "score", "score": value}

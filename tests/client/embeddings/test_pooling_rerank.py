@@ -128,6 +128,25 @@ async def test_equal_scores_keep_the_requests_order(ask):
     assert [item["index"] for item in answer["results"]] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("path", "kinds", "body"),
+    [
+        ("/v1/score", ["dense"], {"text_1": "a", "text_2": "b", "instruction": "be strict"}),
+        ("/v1/rerank", ["multi_vector"], {"query": "a", "documents": ["b"], "instruct": "be kind"}),
+    ],
+)
+async def test_an_instruction_for_an_embedding_model_is_refused(ask, pooling, path, kinds, body):
+    pooling.unconfigured = {"rerank"}
+    pooling.kinds["embedding"] = kinds
+    error = problem(await ask(path, **body))
+    name = [*body][-1]
+    assert error["param"] == name
+    assert error["message"] == (
+        f"{name} requires a generative reranker, but the model 'tiny-embed' is an embedding model. "
+        "Leave the field out."
+    )
+
+
 async def test_an_instruction_reaches_the_model(ask, pooling):
     await ask("/v1/rerank", query="x", documents=["a"], instruct="be strict", truncate=True)
     assert pooling.calls[0].options["instruction"] == "be strict"

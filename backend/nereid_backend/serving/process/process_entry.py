@@ -81,11 +81,12 @@ def serve(make: MakeService) -> NoReturn:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     code = 1
     with contextlib.suppress(ChannelClosedError):
-        service = _load(channel, make)
+        settings, *messages = _first_messages(channel)
+        service = _load(settings, channel, make)
         if service is not None:
             reduce_garbage_collection()
             service.start()
-            code = _run(service, channel)
+            code = _run(service, channel, messages)
     sys.stdout.flush()
     # Exit without Python's cleanup for two reasons. First, unloading torch takes one or two
     # seconds, and Triton server does not wait that long. Second, libraries would log messages
@@ -114,9 +115,16 @@ def error_text(error: Exception) -> str:
     return str(error) if isinstance(error, NereidError) else f"{type(error).__name__}: {error}"
 
 
-def _load(channel: Channel, make: MakeService) -> Service | None:
+def _first_messages(channel: Channel) -> list[Any]:
+    """Wait until at least one message has arrived completely, and return all complete messages."""
+    messages: list[Any] = []
+    while not messages:
+        messages = channel.receive(None)  # returns [] if it has received a part of a message
+    return messages
+
+
+def _load(settings: dict[str, Any], channel: Channel, make: MakeService) -> Service | None:
     """Load the model, and report the result to the parent. Return None if an error occurred."""
-    (settings,) = channel.receive(None)
     try:
         service = make(settings, channel.send, lambda line: channel.send(["progress", line]))
     except Exception as error:  # noqa: BLE001 - the process ends here, and the parent must learn why
@@ -126,8 +134,10 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
     return service
 
 
-def _run(service: Service, channel: Channel) -> int:
+def _run(service: Service, channel: Channel, messages: list[Any]) -> int:
     """Handle messages and compute steps, until the message `stop` arrives or an error occurs.
+
+    `messages` contains the messages that arrived together with the settings.
 
     Return the exit code of the process: 0 after `stop`, 1 after an error, which the parent
     receives.
@@ -137,12 +147,6 @@ def _run(service: Service, channel: Channel) -> int:
     """
     inbox = Inbox(channel)
     while True:
-        # If there is work, read only the messages that have already arrived. If there is no work,
-        # wait for a message, but only for a limited time, because the service can also get work
-        # without a message. Example: if a process of tensor parallelism dies, `has_work` returns
-        # True, and `advance` then raises the error.
-        timeout_s = 0 if service.has_work() else _IDLE_POLL_S
-        messages = inbox.receive(timeout_s)
         try:
             for kind, *values in messages:
                 if kind == "stop":
@@ -157,6 +161,12 @@ def _run(service: Service, channel: Channel) -> int:
             log.exception("a step or a message failed, and the process ends")
             channel.send(["fatal", error_text(error)])
             return 1
+        # If there is work, read only the messages that have already arrived. If there is no work,
+        # wait for a message, but only for a limited time, because the service can also get work
+        # without a message. Example: if a process of tensor parallelism dies, `has_work` returns
+        # True, and `advance` then raises the error.
+        timeout_s = 0 if service.has_work() else _IDLE_POLL_S
+        messages = inbox.receive(timeout_s)
 
 
 def _exit_with_parent(parent: int) -> None:

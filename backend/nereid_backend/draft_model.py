@@ -174,9 +174,10 @@ class DraftModel:
     def _prepare_draft(self, target: Sequence) -> SequenceDraft | None:
         """Prepare a sequence for new draft tokens: update its draft, and allocate KV cache blocks.
 
-        Return None if the sequence gets no draft tokens in this step. This is the case while the
-        prompt is computed, if the prompt has images, if the sequence is close to its length limit,
-        and if too few blocks are free.
+        `target` is the sequence of the large model. Its draft contains a sequence of the draft
+        model, which has the same known tokens. Return None if `target` gets no draft tokens in this
+        step. This is the case while the prompt is computed, if the prompt has images, if the
+        sequence is close to its length limit, and if too few blocks are free.
         """
         length = self._draft_length(target)
         if length == 0:
@@ -188,8 +189,8 @@ class DraftModel:
         # model has chosen. An MTP layer must compute accepted draft tokens again, because the large
         # model's hidden states of these tokens exist only after the verification.
         draft.update(recomputes_accepted=self._mtp is not None)
-        # The sequence now contains only known tokens, so it may enter the prefix cache. Draft
-        # tokens must not, because the large model may reject them.
+        # The sequence of the draft model now contains only known tokens, so it may enter the prefix
+        # cache. Draft tokens must not, because the large model may reject them.
         if self._tables.cache is not None:
             self._tables.cache.add(draft.sequence)
         draft.length = length

@@ -138,22 +138,21 @@ def _keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and the values of all tokens of a prefill's sequence.
 
-    If the sequence has no cached tokens, the keys and values of this step are returned. Otherwise,
-    they are copied from the cache, which already contains the keys and values of this step. They
-    are also copied from the cache if the key and the value in `inputs` are None, because the caller
-    no longer has them.
+    If the keys and values of this step are all that is needed, they are returned. Otherwise, all
+    keys and values are copied from the cache, which already contains those of this step. This is
+    necessary in three cases: the sequence has cached tokens, the cache stores rounded numbers, or
+    the key and the value in `inputs` are None, because the caller no longer has them.
 
     Returns:
         The keys, [1, num_kv_heads, seq_len, key_dim], and the values, [1, num_kv_heads, seq_len,
         value_dim].
     """
     query, key, value = inputs
-    # If the cache stores rounded numbers, the new keys and values are also read from the cache.
-    # Attention then uses rounded numbers for all tokens. Therefore, the answer does not depend on
-    # the division of a prompt into chunks.
-    is_exact = cache.keys[layer].dtype == query.dtype
-    may_skip_cache = is_exact and prefill.num_cached == 0
-    if may_skip_cache and key is not None and value is not None:
+    # With rounded numbers for all tokens, the answer does not depend on the division of a prompt
+    # into chunks.
+    has_rounded_cache = cache.keys[layer].dtype != query.dtype
+    must_read_cache = has_rounded_cache or prefill.num_cached > 0
+    if not must_read_cache and key is not None and value is not None:
         tokens = slice(prefill.start, prefill.end)
         return key[None, :, tokens], value[None, :, tokens]
     num_kv_heads = cache.layers[layer].num_kv_heads

@@ -344,15 +344,15 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
         groups: the result of `_layers_by_product`. The layers are numbered in this order.
     """
     products: list[NativeAdaptedProduct] = []
-    first_layer = 0  # the number of the first layer of the group
+    first_number = 0  # the number of the first layer of the group
     for group in groups:
         layers = list(group.values())
-        for number, layer in enumerate(layers, first_layer):
+        for number, layer in enumerate(layers, first_number):
             products.append(_product_of_layers(_product_key(layer), [layer], number))
-        first = layers[0]
-        if isinstance(first, MergedLayer):
-            products.append(_product_of_layers(first.merged_address, layers, first_layer))
-        first_layer += len(layers)
+        first_layer = layers[0]
+        if isinstance(first_layer, MergedLayer):
+            products.append(_product_of_layers(first_layer.merged_address, layers, first_number))
+        first_number += len(layers)
     # The kernels find a key (the field `weight`) by binary search.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)

@@ -344,16 +344,16 @@ def use_fastest_attention(
     # layers with a sliding window in decode steps. It returns the number of pairs for which a
     # library is faster. The first call measures the libraries, and later calls use these
     # measurements.
-    num_faster_libraries = test_path.choose_attention()
-    if num_faster_libraries == 0:
+    num_pairs_of_test_path = test_path.choose_attention()
+    if num_pairs_of_test_path == 0:
         return
     try:
         check_path(test_path, chosen.trial, checkpoint.model.dtype)
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return
-    num_uses = path.choose_attention()
-    progress(f"attention libraries compute {num_uses} pairs of a layer kind and a kind of step")
+    num_pairs = path.choose_attention()
+    progress(f"attention libraries compute {num_pairs} pairs of a layer kind and a kind of step")
 
 
 def _check_piecewise_graphs(setup: GraphSetup, capture: GraphCapture) -> None:

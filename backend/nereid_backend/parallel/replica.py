@@ -54,6 +54,7 @@ def _settings_of_one_engine(config: EngineConfig, index: int) -> EngineConfig:
     own_disk_bytes = max(1, total_disk_bytes // num_engines)
     return replace(
         config,
+        # `_default_num_threads` divides the CPUs among the processes.
         num_threads=config.num_threads or _default_num_threads(config),
         prefix_cache_disk_bytes=own_disk_bytes,
         seed=config.seed + index,

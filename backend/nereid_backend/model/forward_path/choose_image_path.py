@@ -133,14 +133,14 @@ def choose_image_path(
     features.install(checkpoint.model)
     candidates = _candidates(checkpoint, spec, features, attention)
 
-    def measure(add_images: _AddImages, trial: Trial) -> float:
+    def check_and_measure(add_images: _AddImages, trial: Trial) -> float:
         """Return the difference between a candidate's logits and the expected logits.
 
         Raise an exception if the difference is too large.
         """
         return check_path(add_images(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
 
-    chosen, incorrect = _choose_candidate(candidates, trials, measure)
+    chosen, incorrect = _choose_candidate(candidates, trials, check_and_measure)
     refused = {**processor.refused, **unanswered, **incorrect}
     _report(chosen, refused, progress)
     if chosen is None:
@@ -198,7 +198,7 @@ class _Choice:
 def _choose_candidate(
     candidates: list[_Candidate],
     trials: dict[str, Trial],
-    measure: Callable[[_AddImages, Trial], float],
+    check_and_measure: Callable[[_AddImages, Trial], float],
 ) -> tuple[_Choice | None, dict[str, str]]:
     """Choose a candidate, and refuse each kind of media for which the logits are wrong.
 
@@ -210,8 +210,8 @@ def _choose_candidate(
     Args:
         candidates: the candidates in order of preference.
         trials: for each kind of media, the test prompts and the expected logits.
-        measure: returns the difference between a candidate's logits and the expected logits of a
-            trial, or raises an exception if the difference is too large.
+        check_and_measure: returns the difference between a candidate's logits and the expected
+            logits of a trial, or raises an exception if the difference is too large.
 
     Returns:
         The chosen candidate, with the largest difference of all accepted kinds; None if all kinds
@@ -222,9 +222,9 @@ def _choose_candidate(
     for kind, trial in trials.items():
         try:
             if choice is None:
-                choice = _first_correct(candidates, kind, trial, measure)
+                choice = _first_correct(candidates, kind, trial, check_and_measure)
             else:
-                difference = measure(choice.add_images, trial)
+                difference = check_and_measure(choice.add_images, trial)
                 choice = replace(choice, difference=max(choice.difference, difference))
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             refused[kind] = describe(error)
@@ -235,7 +235,7 @@ def _first_correct(
     candidates: list[_Candidate],
     kind: str,
     trial: Trial,
-    measure: Callable[[_AddImages, Trial], float],
+    check_and_measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice:
     """Return the first candidate (a way to process images) that computes correct logits.
 
@@ -243,8 +243,8 @@ def _first_correct(
         candidates: the candidates in order of preference.
         kind: the kind of media in the test prompts, for the error message.
         trial: the test prompts and the expected logits.
-        measure: returns the difference between a candidate's logits and the expected logits, or
-            raises an exception if the difference is too large.
+        check_and_measure: returns the difference between a candidate's logits and the expected
+            logits, or raises an exception if the difference is too large.
 
     Raises:
         UnfitError: if no candidate has correct logits. The message contains the problem of each
@@ -253,7 +253,7 @@ def _first_correct(
     problems: list[str] = []
     for name, add_images in candidates:
         try:
-            difference = measure(add_images, trial)
+            difference = check_and_measure(add_images, trial)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             problems.append(f"{name}: {describe(error)}")
         else:

@@ -90,6 +90,10 @@ def test_a_misspelt_field_of_an_object_is_found(objects):
         (["apiKeys.file=a", "gpus=one"], "got string, want integer"),
         (["apiKeys.file=a", "settings.MAX_MODEL_LEN=1"], "MAX_MODEL_LEN"),
         (["apiKeys.file=a", "settings.NEREID_OPENAI_PORT=9100"], "NEREID_OPENAI_PORT: the chart"),
+        (
+            ["apiKeys.file=a", "settings.NEREID_METRICS_NAMES=vllm", "autoscaling.enabled=true"],
+            "NEREID_METRICS_NAMES: the autoscaler needs",
+        ),
     ],
 )
 def test_wrong_values_are_rejected(values, reason):

@@ -243,9 +243,9 @@ def decode_image(text: str, where: str) -> bytes:
             does not download images for these models.
     """
     encoded = text
-    if text.startswith("data:"):
+    if text[:5].lower() == "data:":
         header, comma, encoded = text.partition(",")
-        if not comma or not header.endswith(";base64"):
+        if not comma or not header.lower().endswith(";base64"):
             raise RequestError(f"{where}: a data: URL must have the form data:image/...;base64,...")
     elif "://" in text[:_MAX_SCHEME_CHARS]:
         raise RequestError(

@@ -92,6 +92,8 @@ def test_a_part_is_a_text_or_an_image():
     assert decode_request.parse_part(f'{{"image": "{encoded}"}}', 0) == {"image": b"picture"}
     url = f"data:image/png;base64,{encoded}"
     assert decode_request.parse_part(f'{{"image": "{url}"}}', 0) == {"image": b"picture"}
+    upper_case_url = f"DATA:image/png;BASE64,{encoded}"
+    assert decode_request.parse_part(f'{{"image": "{upper_case_url}"}}', 0) == {"image": b"picture"}
     both = {"text": "x", "image": b"picture"}
     assert decode_request.parse_part(f'{{"text": "x", "image": "{url}"}}', 0) == both
 

@@ -240,10 +240,9 @@ def test_a_template_without_pair_roles_gets_the_documented_wording(judge_folder,
     np.testing.assert_allclose(scores, yes_probabilities(folder, prompts), rtol=0, atol=1e-5)
 
 
-def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
-    judge_folder, pairs, tmp_path
-):
-    folder = copy_of(judge_folder(None), tmp_path)
+def copy_with_answers(judge_folder, target):
+    """Copy a checkpoint without a template to `target`, and add the files that name the answers."""
+    folder = copy_of(judge_folder(None), target)
     module = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
     answers = {"true_token_id": 12, "false_token_id": 40}
     add_modules(folder, (module, "1_LogitScore", answers), model_type="CrossEncoder")
@@ -253,12 +252,25 @@ def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
         "module_output_name": "causal_logits",
     }
     (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
+    judge_folder, pairs, tmp_path
+):
+    folder = copy_with_answers(judge_folder, tmp_path)
     pairs = [*pairs, ("w1 w2", "")]
 
     scores = Reranker(str(folder), task="auto", num_threads=1).score(pairs)
 
     expected = CrossEncoder(str(folder), device="cpu").predict(pairs)
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
+
+
+def test_an_instruction_is_refused_if_the_pairs_have_no_prompt(judge_folder, tmp_path):
+    reranker = Reranker(str(copy_with_answers(judge_folder, tmp_path)), num_threads=1)
+    with pytest.raises(RequestError, match="requires a generative reranker whose prompts contain"):
+        reranker.score([("w1", "w2")], instruction="w3")
 
 
 def test_a_long_document_is_truncated_and_the_text_after_it_stays(judge_folder):

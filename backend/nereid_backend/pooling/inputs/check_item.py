@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from nereid_backend.errors import RequestError
 from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY, TextLimit
-from nereid_backend.pooling.loading.checkpoint_spec import CAUSAL, IMAGE_CAUSAL, CheckpointSpec
+from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
 
 
@@ -19,6 +19,7 @@ class ItemChecker:
         text_limit: TextLimit,
         *,
         is_vision_language: bool,
+        reads_instructions: bool,
     ) -> None:
         """Create the checker of a loaded model.
 
@@ -27,12 +28,14 @@ class ItemChecker:
             info: the description of the loaded model.
             text_limit: the limit on the size of a text.
             is_vision_language: whether the model is a vision-language model, which accepts images.
+            reads_instructions: whether the model is a reranker whose prompts contain an
+                instruction.
         """
         self._spec = spec
         self._info = info
         self._text_limit = text_limit
         self._is_vision_language = is_vision_language
-        self._is_generative = spec.loader in (CAUSAL, IMAGE_CAUSAL)
+        self._reads_instructions = reads_instructions
 
     def check_and_complete(self, item: PoolingItem) -> PoolingItem:
         """Validate an item, and return a copy in which missing fields are filled in.
@@ -112,10 +115,11 @@ class ItemChecker:
                 f"activation: the value must be one of {', '.join(ACTIVATIONS)}, but the request "
                 f"has {item.activation!r}."
             )
-        if item.instruction is not None and not self._is_generative:
+        if item.instruction is not None and not self._reads_instructions:
             raise RequestError(
-                f"instruction: this field requires a generative reranker, but the model is "
-                f"{self._info.architecture}. Leave the field out."
+                "instruction: this field requires a generative reranker whose prompts contain an "
+                f"instruction, but this {self._info.architecture} has no such prompts. Leave the "
+                "field out."
             )
 
     def _check_dimensions(self, dimensions: int, kind: str) -> None:

@@ -57,6 +57,7 @@ class GenerativeReranker:
         no: the token id of "no". The score is the logit of "yes" minus the logit of "no". If `no`
             is None, the score is the logit of "yes" alone.
         truncation_side: the end of a document at which `tokens` removes text: "right" or "left".
+        reads_instructions: whether the prompts contain an instruction.
     """
 
     def __init__(
@@ -94,6 +95,9 @@ class GenerativeReranker:
         # all other formats, the method `tokens` removes the end of the document.
         is_pair = self._format is _Format.PAIR
         self.truncation_side = tokenizer.truncation_side if is_pair else "right"
+        # A pair that the tokenizer joins contains no instruction. Vision-language models never use
+        # the format PAIR, because they need a chat template.
+        self.reads_instructions = has_parts or not is_pair
 
     def _choose_format(self, *, is_for_sentence_transformers: bool) -> _Format:
         """Return the format in which prompts contain the query and the document.

@@ -105,7 +105,13 @@ class ItemPreparer:
         # The object that validates an item, and fills in the missing fields of the item.
         truncation_side = (reranker or tokenizer).truncation_side
         text_limit = TextLimit(info.max_model_len, info.max_token_bytes, truncation_side)
-        self._checker = ItemChecker(spec, info, text_limit, is_vision_language=prompts is not None)
+        self._checker = ItemChecker(
+            spec,
+            info,
+            text_limit,
+            is_vision_language=prompts is not None,
+            reads_instructions=reranker is not None and reranker.reads_instructions,
+        )
         # The length limits of queries and documents, and the expansion of short queries.
         self._rules = TextRules.check_and_create(
             spec.late_interaction, info.max_model_len, tokenizer

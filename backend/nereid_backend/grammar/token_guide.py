@@ -124,6 +124,7 @@ class TokenGuide:
 
     def _accept_all(self, token_ids: list[int]) -> None:
         """Update the states with the answer's next tokens. Raise the EngineError of `accept`."""
+        # The fast case below is only for guides without a thinking phase.
         has_only_grammar = self._thinking is None
         matcher = self._matcher if has_only_grammar else None
         # The tokens that a grammar may allow. They include no stop tokens, so none of them begins

@@ -139,7 +139,7 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoRe
     """
     first_message = _next_message(connection)
     if first_message != _STOP:
-        _config, rank = first_message
+        _config, rank = first_message  # The main thread reads this message from the queue, too.
         messages.put(first_message)
         while (message := _next_message(connection)) != _STOP:
             messages.put(message)

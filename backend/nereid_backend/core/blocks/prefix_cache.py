@@ -99,12 +99,10 @@ class PrefixCache:
         self.disk_changes: DiskChanges | None = None  # set by `start_recording_new_blocks`
         self._pool = pool
         self._block_size = block_size
-
         self._windows = tuple(windows)
         # If at least one group has an attention window, `_window_search` finds the cached prefixes.
         self._has_windows = any(window is not None for window in windows)
         self._window_search = WindowSearch(self._windows, block_size, pool.null_block)
-
         # For each group of layers, a dict that maps the hash of a block to the id of the block.
         self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
         # Maps the id of a cached block to its hash.

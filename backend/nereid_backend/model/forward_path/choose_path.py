@@ -159,17 +159,23 @@ class Trials:
             raise UnfitError(self._refusals[is_generated])
         if is_generated in self._trials:
             return self._trials[is_generated]
-        set_attention(self._checkpoint, None)
         try:
-            if is_generated:
-                trial = make_generated_trial(self._checkpoint, self._max_len, self._block_size)
-            else:
-                trial = self._one_pass_trial(layers)
+            trial = self._compute(layers, is_generated=is_generated)
         except UnfitError as error:
             self._refusals[is_generated] = str(error)
             raise
         self._trials[is_generated] = trial
         return trial
+
+    def _compute(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
+        """Compute the test sequences and the expected logits of `get` with the model's attention.
+
+        Mutates: the model, which uses its own attention after the call.
+        """
+        set_attention(self._checkpoint, None)
+        if is_generated:
+            return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
+        return self._one_pass_trial(layers)
 
     def _one_pass_trial(self, layers: list[LayerSpec]) -> Trial:
         """Return test sequences, and the logits of one forward pass over each whole sequence.

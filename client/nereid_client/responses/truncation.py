@@ -19,6 +19,10 @@ from nereid_client.streaming.deltas import Delta
 
 Json = dict[str, Any]
 
+# After the attempts 0 to 3, as much text is removed as the number of tokens requires. After each
+# later attempt, a growing multiple of this text is removed.
+_LAST_EXACT_ATTEMPT = 3
+
 
 async def generate_truncated(
     backend: Backend, request_id: str, chat: Json
@@ -45,23 +49,32 @@ async def generate_truncated(
                     yield delta
             return
         except BackendError as error:
-            shorter_chat = None if has_deltas else _shortened(chat, error)
+            # If the oldest texts have few tokens per character, each attempt removes too few
+            # tokens. Without a growing share, such a conversation could need hundreds of attempts.
+            growth = 2.0 ** max(attempt - _LAST_EXACT_ATTEMPT, 0)
+            shorter_chat = None if has_deltas else _shortened(chat, error, growth)
             if shorter_chat is None:
                 raise
             chat = shorter_chat
 
 
-def _shortened(chat: Json, error: BackendError) -> Json | None:
+def _shortened(chat: Json, error: BackendError, growth: float) -> Json | None:
     """Remove the oldest turns of a chat, so that the backend will probably accept the chat.
 
-    Return None if the backend rejected the chat for another reason than its length, or if there is
-    no turn that can be removed.
+    Args:
+        chat: the body of a chat completion.
+        error: the error with which the backend rejected the chat.
+        growth: a factor for the share of the text that is removed.
+
+    Returns: the shorter chat, or None if the backend rejected the chat for another reason than its
+        length, or if there is no turn that can be removed.
     """
     counts = tokens_and_limit(error.message)
     if counts is None:
         return None
     num_tokens, limit = counts
-    messages = without_oldest_turns(chat["messages"], share=1 - limit / num_tokens)
+    share = min(growth * (1 - limit / num_tokens), 1.0)
+    messages = without_oldest_turns(chat["messages"], share=share)
     return None if messages is None else chat | {"messages": messages}
 
 

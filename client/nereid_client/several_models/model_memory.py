@@ -5,6 +5,7 @@ and the libraries.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -64,13 +65,14 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
         settings: the settings of the model. If kv_cache_memory is not set, the size of the KV cache
             is 0.
 
-    Raises: SettingsError if kv_cache_memory is not a size.
+    Raises: SettingsError if kv_cache_memory is not a size, or if draft_model begins with an unknown
+        home folder.
     """
     weights = _weight_bytes(folder, settings)
     draft_model = settings.get("draft_model")
     if draft_model:
         # The settings `dtype`, `weight_dtype` and `device` also apply to the draft model.
-        weights += _weight_bytes(Path(draft_model).expanduser(), settings)
+        weights += _weight_bytes(_expanded("draft_model", draft_model), settings)
     kv_cache_memory = settings.get("kv_cache_memory")
     kv_cache = parse_size("kv_cache_memory", kv_cache_memory) if kv_cache_memory else 0
     text = settings.get("data_parallel_size", "1")
@@ -109,6 +111,20 @@ def format_bytes(size: int) -> str:
     return f"{size / _GIB:.3g} GiB"
 
 
+def _expanded(name: str, path: str) -> Path:
+    """Return the path in the setting `name`. A "~" at its beginning becomes the home folder.
+
+    Raises: SettingsError if the home folder is unknown.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise SettingsError(
+            f"{name}: the home folder at the beginning of {path} is unknown. Give a path that does "
+            "not begin with ~."
+        ) from None
+
+
 def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
     """Return the size of the weights in memory, in bytes.
 
@@ -127,10 +143,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _file_bytes(path: Path, settings: Mapping[str, str]) -> float:
-    """Return how many bytes of memory the weights of one file need."""
-    if path.suffix != ".safetensors":
-        return path.stat().st_size
-    return sum(_tensor_bytes(tensor, settings) for tensor in tensors_of(path))
+    """Return how many bytes of memory the weights of one file need.
+
+    For a file with a damaged header, return the size of the file. The model refuses such a file.
+    """
+    if path.suffix == ".safetensors":
+        with suppress(KeyError, TypeError, ValueError):
+            return sum(_tensor_bytes(tensor, settings) for tensor in tensors_of(path))
+    return path.stat().st_size
 
 
 def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> float:

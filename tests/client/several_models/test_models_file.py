@@ -105,6 +105,20 @@ def test_the_memory_of_a_model_takes_the_default_settings_into_account(tmp_path)
     assert a.settings == defaults | {"model": str(tmp_path / name)}
 
 
+@pytest.mark.parametrize("tensor", [5, {}, {"dtype": "F32", "shape": None, "data_offsets": [0, 4]}])
+def test_a_damaged_header_counts_as_the_size_of_its_file(tmp_path, tensor):
+    header = json.dumps({"a": tensor}).encode()
+    content = struct.pack("<Q", len(header)) + header
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert estimate_memory(tmp_path, {}).weights == len(content)
+
+
+def test_an_unknown_home_folder_of_the_draft_model_is_named(tmp_path):
+    table = '[a]\nmodel = "b"\ndraft_model = "~nobody-here/x"\n'
+    with pytest.raises(SettingsError, match=r"draft_model: the home folder .* is unknown"):
+        file_with_budget(tmp_path, '"1GiB"', table)
+
+
 def test_without_a_budget_the_engine_chooses_the_kv_cache(tmp_path):
     (spec,) = read(tmp_path, '[a]\nmodel = "a"')
     assert spec.memory is None

@@ -64,9 +64,13 @@ CONTENTS = {
         32,
         num_channels=2,
     ),
-    "unknown size": RIFF
+    "unknown size, as FFmpeg writes it": RIFF
     + header(PCM, 16)
     + b"data\xff\xff\xff\xff"
+    + (LEVELS * 2**15).astype("<i2").tobytes(),
+    "unknown size, as SoX writes it": RIFF
+    + header(PCM, 16)
+    + b"data\x00\xf0\xff\x7f"
     + (LEVELS * 2**15).astype("<i2").tobytes(),
     "other chunks": RIFF
     + chunk(b"LIST", b"odd")
@@ -102,8 +106,8 @@ REFUSED = {
     "short format": (RIFF + chunk(b"fmt ", b"ab") + chunk(b"data", SILENCE), "has 2 bytes"),
     "truncated": (wav(SILENCE)[:-10], "chunk of 64 bytes, but only 54 bytes follow. Send the comp"),
     "huge chunk": (
-        RIFF + header(PCM, 16) + b"data\xfe\xff\xff\xff",
-        "4294967294 bytes, but only 0",
+        RIFF + header(PCM, 16) + b"data\xff\xff\xfe\x7f",
+        "2147418111 bytes, but only 0",
     ),
     "half a sample": (wav(bytes(63)), "not a multiple of 2"),
     "no samples": (wav(b""), "the audio has no samples"),

@@ -121,7 +121,7 @@ class Sequence:
         self.draft_token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.was_reported = False  # No update has told the client about the sequence.
+        self.was_reported = False  # No update has reported the sequence to the client.
         self.num_computed_tokens = 0
         self.num_reused_tokens = 0
         self.num_cached_tokens: int | None = None  # unknown until the sequence gets a row

@@ -371,13 +371,14 @@ def _check_piecewise_graphs(setup: GraphSetup, capture: GraphCapture) -> None:
     test_path = setup.build_test_path()
     # The steps of the check have so few tokens that the smallest step size is enough.
     smallest_count = TOKEN_COUNTS[:1]
-    problems: list[str] = []  # the messages about failed captures
+    capture_problems: list[str] = []
     graphs = _capture_pieces(
-        test_path, capture, setup.test_sizes, problems.append, token_counts=smallest_count
+        test_path, capture, setup.test_sizes, capture_problems.append, token_counts=smallest_count
     )
     setup.check(test_path)
     if graphs.num_replays == 0:
-        raise UnfitError(problems[0] if problems else "the check had no step with prefills")
+        reasons = [*capture_problems, "the check had no step with prefills"]
+        raise UnfitError(reasons[0])
 
 
 def _check_graphs(setup: GraphSetup) -> None:
@@ -393,9 +394,9 @@ def _check_graphs(setup: GraphSetup) -> None:
     capture = capture_on(device)
     assert capture is not None, "the caller has checked that the device is a GPU"
     test_path = setup.build_test_path()
-    messages: list[str] = []  # the messages about failed captures
+    capture_problems: list[str] = []
     graphs = DecodeGraphs(
-        test_path.run_without_graphs, capture, setup.test_sizes, device, messages.append
+        test_path.run_without_graphs, capture, setup.test_sizes, device, capture_problems.append
     )
     test_path.graphs = graphs
     # In the first round, each step is captured as a graph, and also computed without the graph. The
@@ -405,8 +406,8 @@ def _check_graphs(setup: GraphSetup) -> None:
     for _ in range(2):
         test_path.empty()
         setup.check(test_path)
-    if messages:
-        raise UnfitError(graphs.failure or messages[0])
+    if capture_problems:
+        raise UnfitError(graphs.failure or capture_problems[0])
     # Right after its capture, each graph is replayed once, for the captured step. More replays than
     # captures therefore mean that graphs have also computed later steps.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures

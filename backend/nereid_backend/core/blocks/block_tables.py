@@ -338,15 +338,15 @@ class BlockTables:
         """
         # The last prompt token is computed again, because its logits are needed.
         num_reused_tokens = sequence.num_prompt_tokens - 1
-        num_shared = num_reused_tokens // self._block_size  # the full blocks of the reused tokens
+        # Only the blocks that are full of reused tokens are shared.
+        num_shared, num_tokens_in_copy = divmod(num_reused_tokens, self._block_size)
         num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
         num_groups = len(request.block_tables)
         if num_new * num_groups > self._pool.num_free:
             return False
         shared_tables = [table[:num_shared] for table in request.block_tables]
         tables = self._complete_tables(shared_tables, [num_new] * num_groups)
-        ends_within_block = num_reused_tokens % self._block_size > 0
-        if ends_within_block:
+        if num_tokens_in_copy > 0:
             # The first new block becomes a copy of the block with the last prompt token.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
                 self._copies.append((prompt_table[num_shared], table[num_shared]))

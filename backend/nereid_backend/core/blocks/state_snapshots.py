@@ -203,7 +203,8 @@ class StateSnapshots:
 
         The saved copy (a snapshot) is stored under the hash of the last block before it. If
         another sequence has already stored a snapshot under this hash, the new snapshot is deleted.
-        A new snapshot of an answer replaces the previous snapshot of this answer.
+        A snapshot of the prompt is also marked for writing to disk. If the sequence has already
+        saved a snapshot of its answer, the previous snapshot is deleted.
 
         Mutates: `sequence.unsaved_snapshot_id` and `sequence.num_snapshot_tokens`.
         """

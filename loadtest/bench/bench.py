@@ -149,14 +149,15 @@ def comparison_table(
     The error messages of engines that failed are below the table.
     """
     rows = []
+    # A token needs one multiplication and one addition for each parameter.
+    prefill_limit = limits.matmul_flops / (2 * num_parameters)
     for length in args.prefill:
-        limit = limits.matmul_flops / (2 * num_parameters)
-        rows.append(speed_row(f"prefill {length}", reports, "prefill", length, limit))
+        rows.append(speed_row(f"prefill {length}", reports, "prefill", length, prefill_limit))
+    # Every decode step reads all weights once. The limit ignores the keys and values, which every
+    # step also reads.
+    steps_per_s = limits.read_bytes_per_s / (num_parameters * _ITEM_BYTES[args.dtype])
     for size in args.decode:
-        # Every step reads all weights once. The limit ignores the keys and values, which every step
-        # also reads.
-        weights_bytes = num_parameters * _ITEM_BYTES[args.dtype]
-        limit = limits.read_bytes_per_s / weights_bytes * size
+        limit = steps_per_s * size
         rows.append(speed_row(f"decode, batch {size}", reports, "decode", size, limit))
     rows += [memory_row(label, reports, key) for label, key in _MEMORY_ROWS.items()]
     head = ["", *reports, "fastest Nereid / fastest other", "share of the limit"]

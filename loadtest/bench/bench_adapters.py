@@ -11,7 +11,6 @@ cost, as the median of all rounds. The last column shows the range of this share
 """
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -139,7 +138,8 @@ def decode_speed(
     Only steps in which every request gets a token are counted. The requests use `adapters` in turn.
     The name "" means no adapter.
     """
-    for number, adapter in zip(range(args.batch), itertools.cycle(adapters), strict=False):
+    for number in range(args.batch):
+        adapter = adapters[number % len(adapters)]
         params = SamplingParams(
             temperature=0.0, max_tokens=args.answer, ignore_eos=True, lora_name=adapter
         )

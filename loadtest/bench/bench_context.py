@@ -14,6 +14,7 @@ measured times divided by the times of these formulas. The coefficients a, b, c 
 the shortest and to the longest prompt.
 """
 
+import contextlib
 import random
 import statistics
 import sys
@@ -65,13 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     measurements = []
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), args.layers, max_length)
-        engine = open_engine(folder, max_length, args.threads)
-        measure(engine, 1024)  # The first prompt loads code, so its result is ignored.
-        for length in sorted(args.lengths):
-            measurements.append(measure(engine, length))
-            print(measurements[-1], file=sys.stderr)
-        block_bytes = engine.info.kv_cache_bytes / (engine.info.num_blocks + 1)
-        engine.close()
+        with contextlib.closing(open_engine(folder, max_length, args.threads)) as engine:
+            measure(engine, 1024)  # The first prompt loads code, so its result is ignored.
+            for length in sorted(args.lengths):
+                measurements.append(measure(engine, length))
+                print(measurements[-1], file=sys.stderr)
+            # The cache also contains the null block, which `num_blocks` does not include.
+            block_bytes = engine.info.kv_cache_bytes / (engine.info.num_blocks + 1)
     print(report(measurements, block_bytes))
 
 

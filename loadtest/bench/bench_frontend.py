@@ -201,15 +201,15 @@ async def _measure(layer: Layer, num_streams: int) -> float:
 
 
 async def _run(args: argparse.Namespace, grpc_port: int) -> None:
-    """Measure all layers, and print a table."""
+    """Measure the layers in turn, each added to the one before it, and print a table."""
     url = f"127.0.0.1:{grpc_port}"
+    num_responses = args.streams * args.responses
     response_us: dict[str, list[float]] = defaultdict(list)
     async with _whole_frontend(url) as frontend:
         layers = [*_layers_in_process(url), frontend]
         for _ in range(args.rounds):
             for layer in layers:
                 cpu_s = await _measure(layer, args.streams)
-                num_responses = args.streams * args.responses
                 response_us[layer.name].append(cpu_s / num_responses * 1e6)
     rows = [
         [name, f"{statistics.median(costs):.0f}", f"{min(costs):.0f} to {max(costs):.0f}"]

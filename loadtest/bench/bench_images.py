@@ -150,20 +150,23 @@ async def measure(client: Client, concurrency: int, num_rounds: int) -> tuple[Sp
         "text and a new image": workloads.new_image,
         "text and a known image": workloads.known_image,
     }
-    half = max(1, concurrency // 2)
-    single, beside = defaultdict(list), defaultdict(list)
+    # Half of the streams send text, and the others send the other requests, if there are any.
+    num_text_streams = max(1, concurrency // 2)
+    speeds_alone, text_speeds = defaultdict(list), defaultdict(list)
     for make in makers.values():
         # The first requests load code, so their speed is ignored.
         await client.run(make, concurrency, concurrency)
     for _ in range(num_rounds):
         for name, make in makers.items():
             speed = await client.run(make, _REQUESTS_PER_STREAM * concurrency, concurrency)
-            single[name].append(speed)
-        alone = await client.run(workloads.text, _REQUESTS_PER_STREAM * half, half)
-        beside["none"].append(alone)
+            speeds_alone[name].append(speed)
+        num_requests = _REQUESTS_PER_STREAM * num_text_streams
+        speed = await client.run(workloads.text, num_requests, num_text_streams)
+        text_speeds["none"].append(speed)
         for name in ("text", "text and a new image"):
-            beside[name].append(await client.run_beside(makers[name], workloads.text, half))
-    return single, beside
+            speed = await client.run_beside(makers[name], workloads.text, num_text_streams)
+            text_speeds[name].append(speed)
+    return speeds_alone, text_speeds
 
 
 def main() -> None:
@@ -171,11 +174,11 @@ def main() -> None:
     args = parse_command_line(__doc__, _OPTIONS)
     with Served(args.model, arguments=ALONE) as served:
         client = Client(served.openai_port, args.output_tokens)
-        single, beside = asyncio.run(measure(client, args.concurrency, args.rounds))
+        speeds_alone, text_speeds = asyncio.run(measure(client, args.concurrency, args.rounds))
     print(f"{args.concurrency} requests at a time, {args.output_tokens} tokens each")
-    print(_table("requests", single))
+    print(_table("requests", speeds_alone))
     print(f"\n{max(1, args.concurrency // 2)} texts at a time, and as many other requests")
-    print(_table("other requests", beside))
+    print(_table("other requests", text_speeds))
 
 
 def _table(head: str, speeds: Speeds) -> str:

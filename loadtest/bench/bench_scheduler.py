@@ -154,7 +154,8 @@ def _start(num_running: int, num_waiting: int, num_steps: int) -> tuple[Schedule
         max_num_seqs=num_running,
         max_num_batched_tokens=max(4096, num_running),
     )
-    # The requests need more than `num_steps` steps, because steps with prompts are not measured.
+    # Steps with prompts are not measured, so a request generates more than `num_steps` tokens, but
+    # never ten times as many.
     max_length = _PROMPT_LENGTH + 10 * num_steps
     rng = random.Random(0)
     for number in range(num_running + num_waiting):

@@ -193,30 +193,32 @@ def num_requests(concurrency: int) -> int:
     return max(2 * concurrency, 4)
 
 
+_SPEED_COLUMNS = (
+    "tokens/s", "ratio (rounds)", "time to first token", "inter-token latency",
+    "tokens in a response", "CPU time of a response",
+)  # fmt: skip
+
+
 def speed_table(concurrency: int, rounds_by_endpoint: Mapping[str, Sequence[Round]]) -> str:
     """Return a Markdown table with the medians of the rounds, for one number of streams."""
     in_process = [each.in_process for rounds in rounds_by_endpoint.values() for each in rounds]
-    rows = [["in process", *speed_cells(in_process, "", "")]]
+    rows = [["in process", *speed_cells(in_process, ratio="", cpu_time="")]]
     for endpoint, rounds in rounds_by_endpoint.items():
         ratios = [each.ratio for each in rounds]
         all_ratios = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         cpu_ms = 1000 * statistics.median(each.cpu_per_response for each in rounds)
         cells = speed_cells(
             [each.through for each in rounds],
-            f"{statistics.median(ratios):.2f} ({all_ratios})",
-            f"{cpu_ms:.2f} ms",
+            ratio=f"{statistics.median(ratios):.2f} ({all_ratios})",
+            cpu_time=f"{cpu_ms:.2f} ms",
         )
         rows.append([ENDPOINTS[endpoint], *cells])
-    head = [
-        f"{concurrency} streams" if concurrency > 1 else "1 stream",
-        *("tokens/s", "ratio (rounds)", "time to first token", "inter-token latency"),
-        *("tokens in a response", "CPU time of a response"),
-    ]
-    return table(head, rows)
+    num_streams = f"{concurrency} streams" if concurrency > 1 else "1 stream"
+    return table([num_streams, *_SPEED_COLUMNS], rows)
 
 
 def speed_cells(speeds: Sequence[Speed], ratio: str, cpu_time: str) -> list[str]:
-    """Return the cells of a row with the medians of `speeds`.
+    """Return the cells of `_SPEED_COLUMNS` with the medians of `speeds`.
 
     `ratio` and `cpu_time` are the contents of the columns for the ratio and for the CPU time.
     """

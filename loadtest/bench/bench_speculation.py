@@ -114,18 +114,21 @@ def main() -> None:
 
 
 def models(args: argparse.Namespace, folder: Path) -> tuple[Path, Path | None]:
-    """Return the folders of the target and of the draft model, and create them if necessary."""
-    target, draft = args.model, args.draft_model
+    """Return the folders of the target and of the draft model, and create them if necessary.
+
+    The option --train-draft takes precedence over --truncate, and --truncate over --draft-model.
+    """
+    target = args.model
     if args.grow:
-        draft = draft or args.model
         target = folder / "target"
         save_with_layers(args.model, target, args.grow, is_addition=True)
+    if args.train_draft:
+        return target, trained_draft(args.model, args.train_draft, folder)
     if args.truncate:
         draft = folder / "draft"
         save_with_layers(args.model, draft, args.truncate, is_addition=False)
-    if args.train_draft:
-        draft = trained_draft(args.model, args.train_draft, folder)
-    return target, draft
+        return target, draft
+    return target, args.draft_model or (args.model if args.grow else None)
 
 
 def dialogues(args: argparse.Namespace) -> Prompts:
@@ -193,11 +196,11 @@ def measured_rows(
 
 def cells(measurements: Sequence[Measurement], plain: Sequence[Measurement]) -> list[str]:
     """Return the results of one method as cells. `plain` has the same rounds without drafts."""
-    pairs = list(zip(measurements, plain, strict=True))
+    rounds = list(zip(measurements, plain, strict=True))
     speed = statistics.median(run.tokens_per_s for run in measurements)
-    ratio = statistics.median(run.tokens_per_s / other.tokens_per_s for run, other in pairs)
+    ratio = statistics.median(run.tokens_per_s / base.tokens_per_s for run, base in rounds)
     cpu_ratio = statistics.median(
-        run.tokens_per_cpu_s / other.tokens_per_cpu_s for run, other in pairs
+        run.tokens_per_cpu_s / base.tokens_per_cpu_s for run, base in rounds
     )
     last = measurements[-1]
     accepted = "-" if last.acceptance is None else f"{last.acceptance:.0%}"

@@ -112,16 +112,14 @@ def cells(shape: Shape, args: argparse.Namespace) -> list[str]:
         "none", max_num_seqs=args.step_tokens, max_num_batched_tokens=args.step_tokens
     )
     groups = divide_layers(layers, args.tokens, args.step_tokens, config.block_size)
-    before, after = (
-        measure(layers, division, config, args.tokens, num_bytes)
-        for division in (single_group(layers), groups)
-    )
+    ungrouped = measure(layers, single_group(layers), config, args.tokens, num_bytes)
+    grouped = measure(layers, groups, config, args.tokens, num_bytes)
     return [
-        format_bytes(int(before.bytes_per_token)),
-        str(before.num_requests),
+        format_bytes(int(ungrouped.bytes_per_token)),
+        str(ungrouped.num_requests),
         f"{len(groups.windows)} of {groups.num_places} layers",
-        format_bytes(int(after.bytes_per_token)),
-        str(after.num_requests),
+        format_bytes(int(grouped.bytes_per_token)),
+        str(grouped.num_requests),
     ]
 
 

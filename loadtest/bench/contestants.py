@@ -97,7 +97,7 @@ def _environment(num_threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
     }
-    environment.pop("TRITON_INTERPRET", None)
+    environment.pop("TRITON_INTERPRET", None)  # interpreted kernels would be far too slow
     # nereid_backend has set this variable in this process. Each engine should use its own default.
     environment.pop("GOMP_SPINCOUNT", None)
     return environment

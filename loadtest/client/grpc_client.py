@@ -137,14 +137,15 @@ def _add_response(response: _Response, reply: Reply) -> None:
         reply.error = str(error)[:300]
         reply.status = _status_of(reply.error)
         # An error with a gRPC status ended the whole call, so the connection or the server failed.
+        # An error of the request is a response like any other, so the stream ended as it should.
         reply.end = "whole" if error.status() is None else "broken"
         return
     reply.status = 200
     deltas = result.as_numpy("delta")
-    for text in deltas if deltas is not None else ():
-        delta = json.loads(text)
-        reply.add_delta(delta)
-        reply.add_ending(delta)
+    if deltas is not None:
+        for delta in map(json.loads, deltas):
+            reply.add_delta(delta)
+            reply.add_ending(delta)
     if result.get_response().parameters["triton_final_response"].bool_param:
         reply.end = "whole"
 

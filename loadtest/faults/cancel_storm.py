@@ -78,10 +78,11 @@ class Storm:
         self._asker = make_asker(served)
         self._asks = [ask for group in load.groups for ask in group]
         self._expected = dict(load.known)
-        self._typical_s: dict[str, float] = {}
-        self._num_left = 0
+        self._typical_s: dict[str, float] = {}  # the usual duration of each kind of request
+        self._num_left = 0  # requests that the users must send before the next idle check
         self._failed: list[Outcome] = []
-        self.counts: collections.Counter[tuple[str, ...]] = collections.Counter()
+        # The number of requests by endpoint, kind of request and label of the outcome.
+        self.counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
         self.broken: list[str] = []
         self.checks = IdleChecks(served, self._asker)
 

@@ -103,8 +103,9 @@ class Row:
     def is_broken(self) -> bool:
         """Whether the effects of the fault violate a limit.
 
-        A limit is violated if a request hung or got a wrong answer, if the service did not recover,
-        if a request failed late, or if a harmless fault made a request fail.
+        A limit is violated if the service did not recover, if the fault had no effect at all, if a
+        request hung or got a wrong answer, if a harmless fault made a request fail, or if a request
+        failed late.
         """
         if self.recovery_s is None or not self.has_happened:
             return True
@@ -118,17 +119,23 @@ class Row:
         """Return the cells of the row in the table."""
         effects = collections.Counter(_effect(outcome) for outcome in self.outcomes)
         messages = [short(outcome.detail) for outcome in self.failed]
-        lost = "the failed requests" if self.failed else "nothing"
+        losses = "the failed requests" if self.failed else "nothing"
         if self.replaced:
-            lost += f"; {' and '.join(self.replaced)} restarted"
-        times = (min(self._ends_s(), default=None), self.last_end_s, self.recovery_s)
+            losses += f"; {' and '.join(self.replaced)} restarted"
+        first_end_s = min(self._ends_s(), default=None)
         return [
             self.fault.name,
             "; ".join(f"{count} x {effect}" for effect, count in effects.most_common()),
             statistics.mode(messages) if messages else "-",
-            *("-" if seconds is None else f"{seconds:.1f} s" for seconds in times),
-            lost,
+            _seconds_cell(first_end_s),
+            _seconds_cell(self.last_end_s),
+            _seconds_cell(self.recovery_s),
+            losses,
         ]
+
+
+def _seconds_cell(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s"
 
 
 def _effect(outcome: Outcome) -> str:

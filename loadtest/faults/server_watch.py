@@ -107,10 +107,12 @@ class Watch(Periodic):
 
     def _look_for_outages(self) -> None:
         """Read the messages of `nereid serve` about failures and recoveries."""
-        output = self._served.output
+        output = self._served.output  # everything since the start of the server
         now = time.monotonic()
         failures = list(_BROKE.finditer(output))
-        for failure in failures[len(self.outages) :]:
+        # Each failure of an earlier look has an outage already, in the same order.
+        new_failures = failures[len(self.outages) :]
+        for failure in new_failures:
             self.outages.append(Outage(reason=failure[1], began=self._last_look))
         # Outages that follow each other closely share one recovery message.
         last_recovery = max((match.start() for match in _HEALED.finditer(output)), default=-1)

@@ -53,18 +53,19 @@ def main() -> int:
         if args.wheels is not None:
             names = unpack_wheels(Path(args.wheels), site)
             print(f"Unpacked {len(names)} wheels from {args.wheels}.", flush=True)
-        if missing := problems(KERNEL_PACKAGES):
-            print("\n".join(missing), flush=True)
+        if kernel_problems := problems(KERNEL_PACKAGES):
+            print("\n".join(kernel_problems), flush=True)
             return 2
-        missing = problems(engine_packages())
-        for problem in missing:
+        # Without the packages of the engine, the parts that need only the kernels run.
+        engine_problems = problems(engine_packages())
+        for problem in engine_problems:
             print(f"{problem} Put its wheel into a folder, and set WHEELS to it.", flush=True)
         environment = child_environment(site, rehearse=args.rehearse)
         if not args.rehearse and not has_gpu(environment):
             print("torch found no CUDA device. Use --rehearse to run on a CPU.", flush=True)
             return 2
-        results = Results(args.call, args.out, is_rehearsal=args.rehearse, left_out=missing)
-        run_call(calls()[args.call], results, environment, can_run_engine=not missing)
+        results = Results(args.call, args.out, is_rehearsal=args.rehearse, left_out=engine_problems)
+        run_call(calls()[args.call], results, environment, can_run_engine=not engine_problems)
     print(results.markdown(), flush=True)
     print(f"The results are in {args.out}.", flush=True)
     return 1 if results.has_failed else 0

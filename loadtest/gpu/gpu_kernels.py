@@ -134,13 +134,16 @@ class LayerStep:
 
     def __init__(self, case: Case, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.dtype, self.device = case.spec, dtype, device
-        self.shapes = sorted(case.shapes, key=lambda shape: shape[1] > 1)  # decodes come first
+        # In a step, sequences with one new token (decodes) come before all others (prefills).
+        decode_shapes = [(cached, new) for cached, new in case.shapes if new == 1]
+        prefill_shapes = [(cached, new) for cached, new in case.shapes if new > 1]
+        self.shapes = [*decode_shapes, *prefill_shapes]
         self._num_blocks = [ceil_div(cached + new, BLOCK) for cached, new in self.shapes]
         self.cache = self._make_cache(case.cache, sum(self._num_blocks), dtype)
         self._fill()
         self.batch = self._make_batch()
         spec = self.spec
-        self.inputs = (
+        self.inputs = (  # queries, keys and values
             self._random_heads(spec.num_heads, spec.key_dim),
             self._random_heads(spec.num_kv_heads, spec.key_dim),
             self._random_heads(spec.num_kv_heads, spec.value_dim),
@@ -332,10 +335,11 @@ def milliseconds(work: Callable[[], object], device: torch.device, repeat: int =
     Args:
         work: launches kernels on the current stream. It must not wait for the device.
         device: the device.
-        repeat: the number of measured replays.
+        repeat: the number of measured replays on a GPU. On a CPU, one call is measured, because the
+            interpreter is slow.
     """
     if device.type != "cuda":
-        work()
+        work()  # the first call loads code
         started = time.perf_counter()
         work()
         return (time.perf_counter() - started) * 1e3
@@ -427,17 +431,20 @@ def measured_tunings(
         tunings: the tile sizes to try.
     """
     expected = step.attend()
-    rows = gpu_attention.gpu_batch(step.batch)
+    batch = gpu_attention.gpu_batch(step.batch)
     call = AttentionCall(
         step.spec, step.cache.keys[0], step.cache.values[0], step.scale, step.sinks
     )
     out = torch.empty_like(expected)
+    query, _, _ = step.inputs
 
     def run(tuning: Tuning) -> None:
-        if kernel == "decode" and rows.decodes is not None:
-            gpu_attention.decode(step.inputs[0], call, rows.decodes, out, tuning)
-        elif kernel == "prefill" and rows.prefills is not None:
-            gpu_attention.prefill(step.inputs[0], call, rows.prefills, out, tuning)
+        if kernel == "decode":
+            assert batch.decodes is not None
+            gpu_attention.decode(query, call, batch.decodes, out, tuning)
+        else:
+            assert batch.prefills is not None
+            gpu_attention.prefill(query, call, batch.prefills, out, tuning)
 
     for tuning in tunings:
         out.zero_()

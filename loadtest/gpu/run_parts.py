@@ -135,18 +135,21 @@ class _Running:
     started: float
     end: float
 
-    def result(self) -> PartResult | None:
-        """Return the results of the part, or None if it still runs and has time left."""
-        code = self.process.poll()
-        if code is None and time.monotonic() <= self.end:
-            return None
+    def is_over(self) -> bool:
+        """Return whether the process has ended or its time is up."""
+        return self.process.poll() is not None or time.monotonic() > self.end
+
+    def finish(self) -> PartResult:
+        """Kill the process if it still runs, close its files, and return the part's results."""
+        exit_code = self.process.poll()
         seconds = time.monotonic() - self.started
         self.kill()
         last_line = self._last_line()
         error = ""
-        if code != 0:
-            reason = f"no end after {seconds:.0f} s" if code is None else f"exit code {code}"
-            error = f"{reason}; the last line of its log is: {last_line}"
+        if exit_code is None:
+            error = f"no end after {seconds:.0f} s; the last line of its log is: {last_line}"
+        elif exit_code != 0:
+            error = f"exit code {exit_code}; the last line of its log is: {last_line}"
         lines = parsed(_text_of(self.output))
         if not lines and not error:
             # Programs such as pytest do not print results as JSON, but their last line is a
@@ -204,9 +207,9 @@ def run_together(
             running.append(_start(part, environment, results, end))
         while running:
             for one in list(running):
-                if result := one.result():
+                if one.is_over():
                     running.remove(one)
-                    results.add(result)
+                    results.add(one.finish())
             time.sleep(_PAUSE_S)
     finally:
         for one in running:

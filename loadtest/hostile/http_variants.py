@@ -129,47 +129,69 @@ def _paths() -> Iterator[Attack]:
 
 def _contents() -> Iterator[Attack]:
     """Yield unusual content types, encodings and other headers."""
-    boundary = b"--b\r\nContent-Disposition: form-data; name=file; filename=../../x\r\n\r\n"
-    parts = boundary * 20_000 + b"--b--\r\n"
-    bomb = zlib.compress(b" " * 50_000_000)
-    contents: dict[str, tuple[bytes, dict[str, str]]] = {
-        "multipart": (parts, {"Content-Type": "multipart/form-data; boundary=b"}),
-        "a boundary of 50,000 characters": (
-            parts,
-            {"Content-Type": "multipart/form-data; boundary=" + "b" * 50_000},
-        ),
-        "a form": (b"messages=a&" * 50_000, {"Content-Type": "application/x-www-form-urlencoded"}),
-        "XML": (
-            b'<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]><a>&b;</a>',
-            {"Content-Type": "application/xml"},
-        ),
-        "UTF-16 by its charset": (
-            json.dumps(chat()).encode("utf-16"),
-            {"Content-Type": "application/json; charset=utf-16"},
-        ),
-        "an unknown charset": (BODY, {"Content-Type": "application/json; charset=../../x"}),
-        "a damaged content type": (BODY, {"Content-Type": ";;;=,/"}),
-        "two values in the content type": (BODY, {"Content-Type": "text/plain, application/json"}),
-        "deflate": (bomb, {"Content-Encoding": "deflate"}),
-        "br": (bomb, {"Content-Encoding": "br"}),
-        "gzip ten times": (bomb, {"Content-Encoding": ", ".join(["gzip"] * 10)}),
-        "an unknown content encoding": (BODY, {"Content-Encoding": "x"}),
-        "a range": (BODY, {"Range": "bytes=0-1,5-999999999999,-1"}),
-        "1,000 ranges": (BODY, {"Range": "bytes=" + ",".join(["0-0"] * 1_000)}),
-        "conditions": (BODY, {"If-Match": '"x"', "If-Modified-Since": "Thu, 99 Foo"}),
-        "an unknown expectation": (BODY, {"Expect": "200-ok"}),
-        "an accepted type": (BODY, {"Accept": "image/png;q=nan", "Accept-Encoding": "*;q=-1"}),
-        "a forwarded address": (BODY, {"X-Forwarded-For": "1.1.1.1", "Forwarded": "for=x"}),
-        "an origin": (BODY, {"Origin": "null", "Access-Control-Request-Method": "X"}),
-        "the identity of another client": (BODY, {"X-Client-Id": "neighbour"}),
-        "a client id of 50,000 characters": (BODY, {"X-Client-Id": "c" * 50_000}),
-        "basic authorization": (BODY, {"Authorization": "Basic " + "QQ" * 5_000}),
-        "a traceparent": (BODY, {"traceparent": "00-" + "f" * 5_000}),
-        "a method override": (BODY, {"X-HTTP-Method-Override": "DELETE"}),
+    sends = {
+        **{
+            name: post(CHATS, body, {"Content-Type": content_type})
+            for name, (content_type, body) in _typed_bodies().items()
+        },
+        **{
+            name: post(CHATS, body, {"Content-Encoding": encoding})
+            for name, (encoding, body) in _encoded_bodies().items()
+        },
+        **{name: post(CHATS, BODY, headers) for name, headers in _other_headers().items()},
     }
-    sends = {name: post(CHATS, body, headers) for name, (body, headers) in contents.items()}
     allowed = (200, 400, 401, 413, 415, 417, 431, "closed")
     yield from make_attacks("contents", sends, allowed=allowed, limit_s=10)
+
+
+def _typed_bodies() -> dict[str, tuple[str, bytes]]:
+    """Return unusual content types with a body for each."""
+    part = b"--b\r\nContent-Disposition: form-data; name=file; filename=../../x\r\n\r\n"
+    form_data = part * 20_000 + b"--b--\r\n"
+    xml = b'<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]><a>&b;</a>'
+    utf_16 = json.dumps(chat()).encode("utf-16")
+    return {
+        "multipart": ("multipart/form-data; boundary=b", form_data),
+        "a boundary of 50,000 characters": (
+            "multipart/form-data; boundary=" + "b" * 50_000,
+            form_data,
+        ),
+        "a form": ("application/x-www-form-urlencoded", b"messages=a&" * 50_000),
+        "XML": ("application/xml", xml),
+        "UTF-16 by its charset": ("application/json; charset=utf-16", utf_16),
+        "an unknown charset": ("application/json; charset=../../x", BODY),
+        "a damaged content type": (";;;=,/", BODY),
+        "two values in the content type": ("text/plain, application/json", BODY),
+    }
+
+
+def _encoded_bodies() -> dict[str, tuple[str, bytes]]:
+    """Return content encodings with a body for each: a bomb of 50 MB, or no encoded body at all."""
+    bomb = zlib.compress(b" " * 50_000_000)
+    return {
+        "deflate": ("deflate", bomb),
+        "br": ("br", bomb),
+        "gzip ten times": (", ".join(["gzip"] * 10), bomb),
+        "an unknown content encoding": ("x", BODY),
+    }
+
+
+def _other_headers() -> dict[str, dict[str, str]]:
+    """Return unusual headers that do not describe the body."""
+    return {
+        "a range": {"Range": "bytes=0-1,5-999999999999,-1"},
+        "1,000 ranges": {"Range": "bytes=" + ",".join(["0-0"] * 1_000)},
+        "conditions": {"If-Match": '"x"', "If-Modified-Since": "Thu, 99 Foo"},
+        "an unknown expectation": {"Expect": "200-ok"},
+        "an accepted type": {"Accept": "image/png;q=nan", "Accept-Encoding": "*;q=-1"},
+        "a forwarded address": {"X-Forwarded-For": "1.1.1.1", "Forwarded": "for=x"},
+        "an origin": {"Origin": "null", "Access-Control-Request-Method": "X"},
+        "the identity of another client": {"X-Client-Id": "neighbour"},
+        "a client id of 50,000 characters": {"X-Client-Id": "c" * 50_000},
+        "basic authorization": {"Authorization": "Basic " + "QQ" * 5_000},
+        "a traceparent": {"traceparent": "00-" + "f" * 5_000},
+        "a method override": {"X-HTTP-Method-Override": "DELETE"},
+    }
 
 
 def _broken_connections() -> Iterator[Attack]:

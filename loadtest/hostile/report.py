@@ -9,6 +9,8 @@ from loadtest.hostile.attack import Attack, Outcome
 from loadtest.hostile.observers import MemoryWatch, Neighbour
 
 _MAX_GROWTH_MIB = 1000.0
+# Attacks may have caused a fault if they ran at most this number of seconds from it.
+_WINDOW_S = 1.0
 _REPORTED_GROWTH_MIB = 20.0
 _MAX_FIRST_TOKEN_S = 2.0
 # The limit is at least this multiple of the waiting time without attacks, because requests take
@@ -108,6 +110,19 @@ def report(run: Run) -> tuple[str, bool]:
 
 def _faults(run: Run) -> Iterator[str]:
     """Yield a description of each fault."""
+    yield from _faults_of_attacks(run)
+    yield from _faults_of_neighbour(run)
+    if run.memory.total.growth_mib > _MAX_GROWTH_MIB:
+        names = _running(run, run.memory.peak_at - _WINDOW_S, run.memory.peak_at)
+        yield f"the memory grew by {run.memory.total.growth_mib:.0f} MiB: {names}"
+    if run.gone:
+        yield f"these processes ended or were restarted: {', '.join(run.gone)}"
+    if run.visits:
+        yield f"the server used an address in a request: {run.visits}"
+
+
+def _faults_of_attacks(run: Run) -> Iterator[str]:
+    """Yield a description of each attack whose outcome is a defect."""
     for result in run.results:
         if result.fault:
             attack = result.attack
@@ -115,21 +130,18 @@ def _faults(run: Run) -> Iterator[str]:
                 f"{attack.kind}: {attack.name}: {result.fault}; {result.seconds:.1f} s; "
                 f"{result.outcome.text[:200]!r}"
             )
+
+
+def _faults_of_neighbour(run: Run) -> Iterator[str]:
+    """Yield a description of each request of the neighbour that failed or waited too long."""
     for wait in run.neighbour.waits:
         if wait.seconds > run.limits.first_token_s:
             names = _running(run, wait.started, wait.started + wait.seconds)
             at_s = wait.started - run.started
             yield f"the neighbour waited {wait.seconds:.1f} s at {at_s:.0f} s: {names}"
     for error in run.neighbour.errors:
-        names = _running(run, error.started - 1, error.started + 1)
+        names = _running(run, error.started - _WINDOW_S, error.started + _WINDOW_S)
         yield f"the neighbour failed: {error.text[:300]}: {names}"
-    if run.memory.total.growth_mib > _MAX_GROWTH_MIB:
-        names = _running(run, run.memory.peak_at - 1, run.memory.peak_at)
-        yield f"the memory grew by {run.memory.total.growth_mib:.0f} MiB: {names}"
-    if run.gone:
-        yield f"these processes ended or were restarted: {', '.join(run.gone)}"
-    if run.visits:
-        yield f"the server used an address in a request: {run.visits}"
 
 
 def _running(run: Run, begin: float, end: float) -> str:

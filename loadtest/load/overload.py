@@ -12,11 +12,11 @@ The table also shows how late the client sent its requests.
 
 import asyncio
 import random
-import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,19 +78,19 @@ class Phase:
 
     @property
     def slowest_first_s(self) -> float:
-        """The 99th percentile of the time to first token, in seconds."""
+        """The 99th percentile of the time to first token, in seconds; 0 without answers."""
         return float(np.percentile(self.first_s or [0.0], 99))
 
     def row(self, name: str) -> str:
-        """Return the results as one row of the table. `name` is the first cell."""
+        """Return the results as one row of the table `HEAD`. `name` is the first cell."""
         cells = (
             name,
             f"{self.offered_per_s:.0f}",
             f"{self.throughput:.1f}",
-            f"{statistics.median(self.first_s or [0.0]) * 1000:.0f}",
-            f"{self.slowest_first_s * 1000:.0f}",
+            _milliseconds(self.first_s, percentile=50),
+            _milliseconds(self.first_s, percentile=99),
             f"{self.refused.total()}",
-            f"{np.percentile(self.refused_s or [0.0], 99) * 1000:.0f}",
+            _milliseconds(self.refused_s, percentile=99),
             ", ".join(f"{seconds} s" for seconds in sorted(self.retry_after)) or "-",
             f"{self.late_s * 1000:.0f}",
         )
@@ -201,6 +201,10 @@ def judge(phases: dict[str, Phase], least_share: float = 0.9, slack: float = 2.0
     if not overload.refused:
         problems.append("The server rejected no request, so it was not overloaded.")
     return problems
+
+
+def _milliseconds(seconds: Sequence[float], percentile: float) -> str:
+    return f"{np.percentile(seconds, percentile) * 1000:.0f}" if seconds else "-"
 
 
 def main() -> int:

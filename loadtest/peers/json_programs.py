@@ -33,22 +33,29 @@ def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> 
         )
         try:
             report = wait_for_report(process, output.fileno(), limit_s)
-            if report is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_ENDING_S)
-                return report
-            exit_code = process.poll()
+            if report is None:
+                return {"error": _error(process.poll(), limit_s, text_of(log.fileno()))}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDING_S)
+            return report
         finally:
-            # The process group must be killed before `wait` frees the process id. Afterwards,
-            # another process group could have the same id.
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        reason = (
-            f"no result after {limit_s:.0f} s" if exit_code is None else f"exit code {exit_code}"
-        )
-        last_line = (text_of(log.fileno()).strip().splitlines() or ["-"])[-1]
-        return {"error": f"{reason}; the last line of its log is: {last_line[:_MAX_LINE_LENGTH]}"}
+            _kill_group(process)
+
+
+def _error(exit_code: int | None, limit_s: float, log: str) -> str:
+    """Describe why a program printed no result. `exit_code` is None if the program still runs."""
+    reason = f"no result after {limit_s:.0f} s" if exit_code is None else f"exit code {exit_code}"
+    last_line = (log.strip().splitlines() or ["-"])[-1]
+    return f"{reason}; the last line of its log is: {last_line[:_MAX_LINE_LENGTH]}"
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process and its child processes, unless the process has been waited for."""
+    # The process group must be killed before `wait` frees the process id. Afterwards, another
+    # process group could have the same id.
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def wait_for_report(

@@ -21,7 +21,7 @@ class GenerateBatch(Peer):
     """A model of transformers, and the running manager that batches requests for the model."""
 
     def __init__(self, path: str, workload: Workload, settings: Settings) -> None:
-        del settings
+        del settings  # this peer has no settings of its own
         torch.set_num_threads(workload.threads)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, workload.dtype), attn_implementation="sdpa"
@@ -29,6 +29,7 @@ class GenerateBatch(Peer):
         if torch.cuda.is_available():
             model.to("cuda")
         self._manager = model.init_continuous_batching(
+            # No token ends an answer, because -1 is the id of no token.
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
                 page_size=_PAGE_TOKENS,

@@ -196,7 +196,7 @@ class Simulation:
         self._singles_rng = random.Random(f"singles {traffic.seed}")
         self._ids = itertools.count()
         self._branch_numbers = itertools.count()
-        self._later: list[Later] = []  # a heap
+        self._future_requests: list[Later] = []  # a heap, the earliest request first
         self._running: dict[str, Running] = {}
         self._num_agents = traffic.agents
         system = random_tokens(random.Random("system"), _SYSTEM_TOKENS)
@@ -210,9 +210,9 @@ class Simulation:
         """Run steps until all agents have ended, and return the results."""
         while self._num_agents:
             if not self._scheduler.has_work():  # an idle scheduler waits for the next request
-                self._now_s = max(self._now_s, self._later[0].time_s)
-            while self._later and self._later[0].time_s <= self._now_s:
-                self._send(heapq.heappop(self._later).agent)
+                self._now_s = max(self._now_s, self._future_requests[0].time_s)
+            while self._future_requests and self._future_requests[0].time_s <= self._now_s:
+                self._send(heapq.heappop(self._future_requests).agent)
             step = run_step(self._scheduler)
             self._now_s += self._cost.of(step.plan)
             for update in step.updates:
@@ -221,7 +221,7 @@ class Simulation:
         return self._outcome
 
     def _send_later(self, agent: Agent | None, delay_s: float) -> None:
-        heapq.heappush(self._later, Later(self._now_s + delay_s, next(self._ids), agent))
+        heapq.heappush(self._future_requests, Later(self._now_s + delay_s, next(self._ids), agent))
 
     def _send_single_later(self) -> None:
         self._send_later(None, self._singles_rng.expovariate(self._traffic.singles_per_s))

@@ -164,10 +164,12 @@ def run_preempted(engine: Engine) -> Answers:
     withheld_blocks = pool.allocate(pool.num_free - num_blocks_of_longest - 2)
     num_earlier_preemptions = engine.stats().num_preemptions
 
-    answers = run_staggered(engine, check_blocks=False)
+    try:
+        answers = run_staggered(engine, check_blocks=False)
+    finally:
+        pool.release(withheld_blocks)
 
     assert engine.stats().num_preemptions > num_earlier_preemptions, "nothing was preempted"
-    pool.release(withheld_blocks)
     return answers
 
 

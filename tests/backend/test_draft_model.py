@@ -107,15 +107,17 @@ def test_requests_that_arrive_later_are_drafted_in_the_same_batch(checkpoint, dr
 
 def test_preempted_requests_are_drafted_again(checkpoint, draft_of):
     expected = reference(checkpoint("qwen3"))
+    max_model_len = 80
     measuring_engine = open_engine(checkpoint("qwen3"))
-    # The cache has space for two of the longest prompts. The draft model has the same shape as the
-    # model, so its keys and values need as much memory as those of the model.
-    kv_cache_memory = 2 * bytes_for(measuring_engine, num_tokens=100)
+    # The cache has space for one of the longest sequences and a part of another one. The draft
+    # model has the same shape as the model, so its keys and values need as much memory as those of
+    # the model.
+    kv_cache_memory = 2 * bytes_for(measuring_engine, num_tokens=max_model_len + 20)
     measuring_engine.close()
     engine = open_engine(
         checkpoint("qwen3"),
         draft_model=str(draft_of("qwen3")),
-        max_model_len=80,
+        max_model_len=max_model_len,
         kv_cache_memory=kv_cache_memory,
     )
 

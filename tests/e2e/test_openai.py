@@ -23,7 +23,7 @@ def model(client):
     return client.models.list().data[0].id
 
 
-def test_a_chat_streams_what_it_answers_at_once(client, model):
+def test_a_streamed_chat_completion_equals_the_one_without_streaming(client, model):
     fields = {"model": model, "messages": HELLO, "temperature": 0, "max_tokens": 20}
     whole = client.chat.completions.create(**fields)
     stream = client.chat.completions.create(

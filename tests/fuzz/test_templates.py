@@ -14,8 +14,8 @@ from nereid_parsers.template import analyze_template
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = sorted((ROOT / "tests" / "data" / "templates").glob("*.jinja"))
-_PIECE = re.compile(r"(\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\})", re.DOTALL)
-_PIECES = (
+_TAG = re.compile(r"(\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\})", re.DOTALL)
+_REPLACEMENTS = (
     *("{{ messages }}", "{{ messages[9].content }}", "{{ 1 // 0 }}", "{{ [][3] }}", "{{ x.y.z }}"),
     *("{{ messages | tojson | fromjson }}", "{{ ''.__class__.__mro__ }}", "{{ 10 ** 10 ** 6 }}"),
     *(
@@ -70,14 +70,16 @@ CHATS = (
 
 
 def template(rng):
-    """Return a template of the collection with deleted, repeated, moved or replaced pieces."""
-    source = rng.choice(TEMPLATES).read_text()
-    pieces = _PIECE.split(source)
+    """Return a template of the collection with deleted, repeated, moved or replaced pieces.
+
+    In some templates, bytes are damaged, too.
+    """
+    pieces = _TAG.split(rng.choice(TEMPLATES).read_text())
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(pieces))
         change = rng.choice(("replace", "repeat", "move", "delete"))
         if change == "replace":
-            pieces[at] = rng.choice(_PIECES)
+            pieces[at] = rng.choice(_REPLACEMENTS)
         elif change == "repeat":
             pieces[at] *= 2
         elif change == "move":
@@ -85,7 +87,9 @@ def template(rng):
         else:
             pieces[at] = ""
     text = "".join(pieces)
-    return damaged(rng, text.encode()).decode(errors="replace") if rng.random() < 0.3 else text
+    if rng.random() < 0.3:
+        return damaged(rng, text.encode()).decode(errors="replace")
+    return text
 
 
 def refusal(source):

@@ -134,12 +134,14 @@ def test_no_request_fails_while_a_server_drains_and_stops(routers, servers):
     threads = [threading.Thread(target=send, args=item) for item in routers.items()]
     for thread in threads:
         thread.start()
-    time.sleep(3)  # some requests before the stop
-    assert servers[1].stop() == 0
-    time.sleep(5)  # some requests after the stop
-    has_ended.set()
-    for thread in threads:
-        thread.join()
+    try:
+        time.sleep(3)  # some requests before the stop
+        assert servers[1].stop() == 0
+        time.sleep(5)  # some requests after the stop
+    finally:
+        has_ended.set()
+        for thread in threads:
+            thread.join()
 
     for name, statuses_of_router in statuses.items():
         assert len(statuses_of_router) > 10, name

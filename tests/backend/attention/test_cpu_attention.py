@@ -20,6 +20,7 @@ from nereid_backend.paths.step_batch import BatchBuilder
 
 CPU = torch.device("cpu")
 BLOCK = 16
+NUM_BLOCKS = 120  # enough for all sequences of a test
 # (number of cached tokens, number of new tokens) of each sequence: short and long sequences with
 # one new token, and prompts with and without cached tokens.
 SHAPES = [(0, 1), (15, 1), (16, 1), (300, 1), (1000, 1), (40, 1), (0, 23), (37, 9)]
@@ -53,26 +54,16 @@ def attention_of(cache_type, spec, dtype, *, shapes=SHAPES, poison=None):
         poison: if it is an index, the key of the token with this index is NaN in both steps.
     """
     torch.manual_seed(0)
-    num_blocks = 120
-    cache = cache_type([spec], num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=CPU)
-    builder = BatchBuilder(
-        max_num_seqs=len(shapes), max_model_len=1024, block_size=BLOCK, null_block=cache.null_block
-    )
-    sequences = _sequences([cached + new for cached, new in shapes], num_blocks)
+    cache = cache_type([spec], num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype=dtype, device=CPU)
     sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
+    cached_chunks, new_chunks = _chunks(shapes)
+    _step(cache, spec, dtype, cached_chunks, sinks, poison)
+    return _step(cache, spec, dtype, new_chunks, sinks, poison)
 
-    def step(chunks):
-        plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
-        batch = builder.build(plan, CPU)
-        query = torch.randn(1, spec.num_heads, plan.num_tokens, spec.key_dim).to(dtype)
-        key = torch.randn(1, plan.num_tokens, spec.num_kv_heads, spec.key_dim).to(dtype)
-        value = torch.randn(1, plan.num_tokens, spec.num_kv_heads, spec.value_dim).to(dtype)
-        if poison is not None:
-            key[0, poison] = float("nan")
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
-        forward = PagedForward(cache, batch.attention)
-        return forward(torch.nn.Module(), query, key, value, scaling=0.3, s_aux=sinks)
 
+def _chunks(shapes):
+    """Return the chunks of the cached tokens and the chunks of the new tokens."""
+    sequences = _sequences([cached + new for cached, new in shapes])
     cached_chunks, new_chunks = [], []
     for sequence, (cached, new) in zip(sequences, shapes, strict=True):
         if cached:
@@ -83,13 +74,28 @@ def attention_of(cache_type, spec, dtype, *, shapes=SHAPES, poison=None):
             Chunk(sequence, cached, new, samples=True, is_first=not cached, num_logits=1)
         )
     # Chunks of one token come first in a step.
-    step(sorted(cached_chunks, key=lambda chunk: chunk.num_tokens > 1))
-    return step(new_chunks)
+    return sorted(cached_chunks, key=lambda chunk: chunk.num_tokens > 1), new_chunks
 
 
-def _sequences(lengths, num_blocks):
+def _step(cache, spec, dtype, chunks, sinks, poison):
+    """Return the attention of one step with random queries, keys and values."""
+    builder = BatchBuilder(
+        max_num_seqs=len(SHAPES), max_model_len=1024, block_size=BLOCK, null_block=cache.null_block
+    )
+    plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
+    query = torch.randn(1, spec.num_heads, plan.num_tokens, spec.key_dim).to(dtype)
+    key = torch.randn(1, plan.num_tokens, spec.num_kv_heads, spec.key_dim).to(dtype)
+    value = torch.randn(1, plan.num_tokens, spec.num_kv_heads, spec.value_dim).to(dtype)
+    if poison is not None:
+        key[0, poison] = float("nan")
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    forward = PagedForward(cache, builder.build(plan, CPU).attention)
+    return forward(torch.nn.Module(), query, key, value, scaling=0.3, s_aux=sinks)
+
+
+def _sequences(lengths):
     """Return a sequence for each length. Their blocks are in random order."""
-    blocks = list(range(num_blocks))
+    blocks = list(range(NUM_BLOCKS))
     random.Random(0).shuffle(blocks)
     free_blocks = iter(blocks)
     sequences = []

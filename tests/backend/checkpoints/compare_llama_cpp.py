@@ -164,17 +164,20 @@ def compare(kind: str, folder: Path, prompts: list[str]) -> list[list[str]]:
     """Return two rows of the table: one for prepack=False, and one for the default settings."""
     path = write_file(kind, folder)
     server = LlamaServer(path)
-    expected_prompts, expected = zip(*(server.generate(prompt) for prompt in prompts), strict=True)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenised = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-    pairs = zip(tokenised, expected_prompts, strict=True)
-    num_equal_prompts = sum(ids == expected_ids for ids, expected_ids in pairs)
+    prompts_ids, expected_answers, num_equal_prompts = [], [], 0
+    for prompt in prompts:
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        expected_prompt_ids, expected_answer = server.generate(prompt)
+        prompts_ids.append(prompt_ids)
+        expected_answers.append(expected_answer)
+        num_equal_prompts += prompt_ids == expected_prompt_ids
     rows = []
     for prepack in (False, True):
         engine = open_engine(path, block_size=16, prepack=prepack, kv_cache_memory="64MiB")
-        answers, gaps = generate(engine, tokenised)
+        answers, gaps = generate(engine, prompts_ids)
         engine.close()
-        cells = compare_answers(answers, gaps, list(expected))
+        cells = compare_answers(answers, gaps, expected_answers)
         name = "default" if prepack else "prepack=False"
         rows.append([kind, name, f"{num_equal_prompts}/{len(prompts)}", *cells])
     return rows

@@ -152,11 +152,16 @@ def bpe_tokenizer():
     return tokenizer
 
 
-def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path):
-    tokenizer = bpe_tokenizer()
+def tokens_and_merges(tokenizer):
+    """Return the tokens of a BPE tokenizer by id, and its merges, in the format of GGUF files."""
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
-    merges = [" ".join(pair) for pair in model["merges"]]
+    return tokens, [" ".join(pair) for pair in model["merges"]]
+
+
+def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path):
+    tokenizer = bpe_tokenizer()
+    tokens, merges = tokens_and_merges(tokenizer)
     path = write_gguf(BY_NAME["llama"].save(tmp_path / "checkpoint"), "llama", "F32")
     add_tokenizer(path, tokens, merges, "gpt-2", template="[{{ messages[0].content }}]")
 

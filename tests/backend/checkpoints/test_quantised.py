@@ -192,10 +192,10 @@ def test_gptq_without_g_idx_can_have_layers_of_other_bits_and_an_incomplete_grou
     # The integers of this layer have 8 bits. The second group has only 72 of 128 inputs.
     values = torch.randint(0, 256, (64, 200))
     zeros = torch.full((64, 2), 128)
-    padded_values = torch.nn.functional.pad(values, (0, 24))
     tensors = {
-        # Each of the 50 words has four integers.
-        ".qweight": writers.pack(padded_values, 8)[:, :50].T,
+        # GPTQ files have a row for each input (four inputs in a word) and a column for each output.
+        ".qweight": writers.pack(values, 8).T,
+        # GPTQ files contain the zero points minus one.
         ".qzeros": writers.pack(zeros.T - 1, 8),
         ".scales": torch.tensor([[1.0], [2.0]]).expand(2, 64).half(),
     }

@@ -1,3 +1,5 @@
+import contextlib
+import dataclasses
 import time
 from concurrent.futures import Future
 
@@ -8,6 +10,9 @@ from nereid_backend import CapacityError, ConfigError, RequestError, SamplingPar
 from nereid_backend.core.grammar import GrammarSpec
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+# The last token of the tiny Llama 3.2 Vision. This model has embeddings, but no logits, for the
+# image token and 7 other tokens.
+TOKEN_WITHOUT_LOGIT = 327
 
 
 @pytest.fixture(scope="module")
@@ -231,15 +236,19 @@ def test_logits_that_are_not_finite_end_only_the_request_that_has_them(checkpoin
 def test_a_failed_request_does_not_change_requests_with_the_same_prefix(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     prompt = make_prompts((14,))[0]
+    num_shared_tokens, nan_token = 12, 300  # 12 tokens are full blocks
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, n=2)
     expected = outputs_alone(engine, prompt, params)
-    set_nan_embedding(engine, token_id=300)
+    set_nan_embedding(engine, nan_token)
+
     engine.add_request("beside", prompt, params)
-    first_updates = engine.step() + engine.step() + engine.step()
-    engine.add_request("with NaN", [*prompt[:12], 300], params)
+    first_updates = [update for _ in range(3) for update in engine.step()]
+    engine.add_request("with NaN", [*prompt[:num_shared_tokens], nan_token], params)
     updates = drain(engine)
+
     assert finish_reasons(updates["with NaN"]) == ["error", "error"]
-    assert updates["with NaN"][0].num_cached_tokens == 12
+    assert updates["with NaN"][0].num_cached_tokens == num_shared_tokens
+    # The running request shares blocks with the failed request, so it was preempted.
     assert engine.stats().num_preemptions > 0
 
     updates_beside = first_updates + updates["beside"]
@@ -568,26 +577,31 @@ def test_token_ids_beyond_the_vocabulary_are_refused_when_a_request_comes(engine
 @pytest.mark.parametrize(
     "values",
     [
-        {"logit_bias": {327: 1.0}},
-        {"bad_words_token_ids": [[327]]},
+        {"logit_bias": {TOKEN_WITHOUT_LOGIT: 1.0}},
+        {"bad_words_token_ids": [[TOKEN_WITHOUT_LOGIT]]},
         {"repetition_penalty": 1.2},
-        {"prompt_logprobs": 1},
     ],
 )
 def test_a_token_for_which_the_model_has_no_logit_does_not_fail_a_step(saved, values):
-    """Llama 3.2 Vision has embeddings, but no logits, for the image token and 7 other tokens."""
-    engine = open_engine(saved("mllama"), max_model_len=64)
-    assert engine.info.vocab_size == 328
-    prompt_with_token, other_prompt = [5, 327], [9]
-    (plain,) = outputs_alone(engine, prompt_with_token, GREEDY)
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **values)
-    output, other_output = engine.generate([prompt_with_token, other_prompt], [params, GREEDY])
-    answer = output.outputs[0]
-    assert (answer.error, len(answer.token_ids)) == (None, 6)
-    assert [other_output.outputs[0].token_ids] == outputs_alone(engine, other_prompt, GREEDY)
-    if params.prompt_logprobs is None:
+    with contextlib.closing(open_engine(saved("mllama"), max_model_len=64)) as engine:
+        assert engine.info.vocab_size == TOKEN_WITHOUT_LOGIT + 1
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **values)
+
+        output, other_output = engine.generate([[5, TOKEN_WITHOUT_LOGIT], [9]], [params, GREEDY])
+
+        answer = output.outputs[0]
+        assert (answer.error, len(answer.token_ids)) == (None, 6)
         assert output.prompt_logprobs is None
-    else:
-        assert answer.token_ids == plain
+        assert [other_output.outputs[0].token_ids] == outputs_alone(engine, [9], GREEDY)
+
+
+def test_the_probability_of_a_prompt_token_without_logit_is_zero(saved):
+    with contextlib.closing(open_engine(saved("mllama"), max_model_len=64)) as engine:
+        prompt = [5, TOKEN_WITHOUT_LOGIT]
+        params = dataclasses.replace(GREEDY, prompt_logprobs=1)
+
+        output, other_output = engine.generate([prompt, [9]], [params, GREEDY])
+
         assert output.prompt_logprobs[1].logprobs[0] == float("-inf")
-    engine.close()
+        assert [output.outputs[0].token_ids] == outputs_alone(engine, prompt, GREEDY)
+        assert [other_output.outputs[0].token_ids] == outputs_alone(engine, [9], GREEDY)

@@ -63,7 +63,7 @@ class Steps:
     def __init__(
         self, cache_type, spec, dtype, device, *, shapes=None, block=16, seed=0, rounded=None
     ):
-        """Create a cache and sequences without numbers.
+        """Create an empty cache, and sequences whose blocks are in random order.
 
         Args:
             cache_type: the class of the KV cache.

@@ -501,9 +501,11 @@ def start(folder_of, name, monkeypatch, capture=rerun, **settings):
         The engine and the text that it logged while it loaded the model.
     """
     log_lines = []
+    # The engine behaves as on a GPU: it uses the cache of the GPU kernels, and captures graphs.
     monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *_: SkippingCache)
     monkeypatch.setattr(packed, "uses_gpu_kernels", lambda cache: True)
     monkeypatch.setattr(accelerate_path, "capture_on", lambda *_: capture)
+    # `open_engine` passes no function for log lines, so `load` gets one here.
     load = startup.load
     monkeypatch.setattr(
         "nereid_backend.engine.engine_parts.load",

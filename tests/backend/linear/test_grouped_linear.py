@@ -121,28 +121,29 @@ def test_tiles_of_integers_give_the_same_bits_as_vectors(zero_kind):
 @needs_tiles
 @pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("zero_kind", ZEROS)
-def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(zero_kind, bits):
-    for rows, outputs, inputs, size in [
-        *((128, 16, 64, 32), (131, 70, 300, 40), (150, 33, 256, 128), (200, 100, 98, 1024)),
-    ]:
-        group_size = group_size_for(size, bits)
-        values, scales, zeros, weights = quantised(
-            outputs, inputs, group_size, bits, zero_kind=zero_kind, signed=False, seed=rows
-        )
-        bias = torch.randn(outputs).bfloat16()
-        layer = GroupedLinear.from_quantised(
-            values, scales, zeros, group_size, bits=bits, bias=bias
-        )
-        x = torch.randn(rows, inputs).bfloat16()
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "group_size"),
+    [(128, 16, 64, 32), (131, 70, 300, 40), (150, 33, 256, 128), (200, 100, 98, 1024)],
+)
+def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(
+    rows, outputs, inputs, group_size, zero_kind, bits
+):
+    group_size = group_size_for(group_size, bits)
+    values, scales, zeros, weights = quantised(
+        outputs, inputs, group_size, bits, zero_kind=zero_kind, signed=False, seed=rows
+    )
+    bias = torch.randn(outputs).bfloat16()
+    layer = GroupedLinear.from_quantised(values, scales, zeros, group_size, bits=bits, bias=bias)
+    x = torch.randn(rows, inputs).bfloat16()
 
-        with torch.inference_mode():
-            output = layer(x)
-            output_of_fewer_rows = layer(x[:128])
+    with torch.inference_mode():
+        output = layer(x)
+        output_of_fewer_rows = layer(x[:128])
 
-        expected = x.double() @ weights.T + bias.double()
-        # Weights and outputs are rounded to bfloat16, which has 8 significant bits.
-        assert (output - expected).abs().max() < 6e-3 * expected.abs().max()
-        assert torch.equal(output_of_fewer_rows, output[:128])
+    expected = x.double() @ weights.T + bias.double()
+    # Weights and outputs are rounded to bfloat16, which has 8 significant bits.
+    assert (output - expected).abs().max() < 6e-3 * expected.abs().max()
+    assert torch.equal(output_of_fewer_rows, output[:128])
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -461,20 +461,19 @@ def test_a_dense_module_after_two_towers_is_refused_instead_of_ignored(clip_fold
 
 def test_vectors_of_texts_and_images_equal_those_of_transformers(clip, clip_folder):
     rng = random.Random(0)
-    texts = [text(rng, num_words) for num_words in (3, 20, 1, 60)]
-    images = [picture(1), picture(2, (64, 33))]
+    short, medium, one_word, long = (text(rng, num_words) for num_words in (3, 20, 1, 60))
+    square, wide = picture(1), picture(2, (64, 33))
     assert clip.info.accepts_images
 
-    vectors = clip.encode(
-        [
-            texts[0],
-            {"image": png(images[0])},
-            {"text": texts[1]},
-            *texts[2:],
-            {"image": png(images[1])},
-        ],
-        normalize=False,
-    )
+    inputs = [
+        short,
+        {"image": png(square)},
+        {"text": medium},
+        one_word,
+        long,
+        {"image": png(wide)},
+    ]
+    vectors = clip.encode(inputs, normalize=False)
 
     model = CLIPModel.from_pretrained(clip_folder, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(clip_folder)
@@ -489,10 +488,12 @@ def test_vectors_of_texts_and_images_equal_those_of_transformers(clip, clip_fold
 
     with torch.inference_mode():
         expected = [
-            text_vector(texts[0]),
-            image_vector(images[0]),
-            *map(text_vector, texts[1:]),
-            image_vector(images[1]),
+            text_vector(short),
+            image_vector(square),
+            text_vector(medium),
+            text_vector(one_word),
+            text_vector(long),
+            image_vector(wide),
         ]
     np.testing.assert_allclose(vectors, torch.stack(expected).numpy(), rtol=0, atol=1e-4)
 

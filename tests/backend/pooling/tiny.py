@@ -53,6 +53,13 @@ class Family:
     decodes: bool = False
 
     def save(self, folder: Path, head: str = "base", **config) -> Path:
+        """Write a checkpoint with random weights and its tokenizer, and return the folder.
+
+        Args:
+            folder: the folder of the checkpoint.
+            head: the kind of model, a key of `_AUTO`.
+            config: values of the config that replace those of the family.
+        """
         torch.manual_seed(0)
         settings = AutoConfig.for_model(self.model_type, **{**_COMMON, **self.extra, **config})
         model = _AUTO[head].from_config(settings)
@@ -65,9 +72,9 @@ class Family:
                 elif "bias" in name:
                     parameter.normal_(0.0, 0.1)
         model.eval().save_pretrained(folder)
-        save_tokenizer(
-            folder, types=getattr(settings, "type_vocab_size", 0) > 1, starts=not self.decodes
-        )
+        # Encoders have a token <s> before each text, and some have token types.
+        has_types = getattr(settings, "type_vocab_size", 0) > 1
+        save_tokenizer(folder, types=has_types, starts=not self.decodes)
         return folder
 
 

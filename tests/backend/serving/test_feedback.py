@@ -1,3 +1,4 @@
+import contextlib
 import os
 
 import pytest
@@ -108,15 +109,14 @@ def test_a_slot_outside_the_memory_is_refused(slot):
 def test_only_steps_that_the_executor_has_signed_are_accepted():
     executor, writer = connected()
     other_executor = FeedbackReader(num_slots=4)
-    message = executor.sign(b"state")
-    assert writer.attach_and_verify(message) == b"state"
+    with contextlib.closing(executor), contextlib.closing(other_executor):
+        message = executor.sign(b"state")
+        assert writer.attach_and_verify(message) == b"state"
 
-    # A message consists of the address of the executor, a signature, and the step.
-    address = executor.address.encode()
-    signed_by_other = address + other_executor.sign(b"state")[len(other_executor.address) :]
-    damaged = [message + b"!", message[:-1], address, b"", b"\xff" * 300]
-    for wrong_message in [*damaged, signed_by_other]:
-        with pytest.raises(RequestError):
-            writer.attach_and_verify(wrong_message)
-    executor.close()
-    other_executor.close()
+        # A message consists of the address of the executor, a signature, and the step.
+        address, other_address = executor.address.encode(), other_executor.address.encode()
+        signed_by_other = address + other_executor.sign(b"state").removeprefix(other_address)
+        damaged = [message + b"!", message[:-1], address, b"", b"\xff" * 300]
+        for wrong_message in [*damaged, signed_by_other]:
+            with pytest.raises(RequestError):
+                writer.attach_and_verify(wrong_message)

@@ -144,21 +144,22 @@ def test_a_result_file_that_was_cut_anywhere_continues(
     tmp_path_factory, num_missing_bytes, num_lines
 ):
     path = tmp_path_factory.mktemp("results") / "output" / "content"
-    lines = {n: result_line("batch_00ff", n, f"id {n}", error={}) for n in range(1, num_lines + 1)}
+    result_lines = {
+        number: result_line("batch_00ff", number, f"id {number}", error={})
+        for number in range(1, num_lines + 1)
+    }
     with ResultFile(path) as file:
-        for line in lines.values():
+        for line in result_lines.values():
             file.append(line)
-    content = content_of(path)
+    complete_content = content_of(path)
 
-    if content:
-        path.write_bytes(content[: max(len(content) - num_missing_bytes, 0)])
+    if complete_content:  # a file exists only if it has lines
+        path.write_bytes(complete_content[: max(len(complete_content) - num_missing_bytes, 0)])
     with ResultFile(path) as file:
-        answered_lines = file.answered_lines
-        for number, line in lines.items():
-            if number not in answered_lines:
-                file.append(line)
+        for number in sorted(result_lines.keys() - file.answered_lines):
+            file.append(result_lines[number])
 
-    assert content_of(path) == content
+    assert content_of(path) == complete_content
 
 
 def test_a_full_disk_leaves_whole_lines_only(tmp_path):

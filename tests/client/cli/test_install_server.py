@@ -140,6 +140,7 @@ def test_the_installation_can_be_repeated_after_the_disk_was_full(
     write_text = Path.write_text
 
     def write_half(path, text):
+        """Replace `Path.write_text`, with which `install` writes the launcher."""
         write_text(path, text[: len(text) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

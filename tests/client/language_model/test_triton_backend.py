@@ -230,6 +230,7 @@ async def test_a_dead_process_of_a_model_is_unhealthy_until_a_request_succeeds(m
     calls.error = "in ensemble 'llm', Stub process 'tokenizer_0_0' is not healthy."
     with pytest.raises(BackendError, match="not healthy"):
         await collect(backend, "hi")
+    # From now on, each check of the health sends a request of its own to the model.
     assert not await backend.is_live()
     assert not await backend.is_ready()
 

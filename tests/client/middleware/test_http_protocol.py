@@ -25,6 +25,28 @@ def disconnects():
     return asyncio.Queue()
 
 
+async def read_body(receive):
+    """Return the complete body of a request."""
+    message = await receive()
+    body = message["body"]
+    while message.get("more_body"):
+        message = await receive()
+        body += message["body"]
+    return body
+
+
+async def answer(send, body):
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def answer_without_length(send, body):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
 @pytest.fixture
 async def port(state, disconnects):
     """The port of a server that answers each request with the number of the request's headers.
@@ -34,24 +56,15 @@ async def port(state, disconnects):
     """
 
     async def app(scope, receive, send):
-        message = await receive()
-        received = message["body"]
-        while message.get("more_body"):
-            message = await receive()
-            received += message["body"]
+        request_body = await read_body(receive)
         if scope["path"] == "/wait":
             disconnects.put_nowait(await receive())
-            return
-        if scope["path"] == "/echo":
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": received, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        is_large = scope["path"] == "/large"
-        body = b"a" * LARGE_BYTES if is_large else str(len(scope["headers"])).encode()
-        headers = [(b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        elif scope["path"] == "/echo":
+            await answer_without_length(send, request_body)
+        elif scope["path"] == "/large":
+            await answer(send, b"a" * LARGE_BYTES)
+        else:
+            await answer(send, str(len(scope["headers"])).encode())
 
     http = protocol_class(timeout_s=0.3, unread_s=1.0)
     config = uvicorn.Config(app, http=http, lifespan="off", log_level="error")
@@ -60,8 +73,10 @@ async def port(state, disconnects):
     server = await loop.create_server(
         lambda: config.http_protocol_class(config, state, {}), "127.0.0.1", 0
     )
-    yield server.sockets[0].getsockname()[1]
-    server.close()
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
 
 
 async def exchange(port, *parts, pause_s=0.0):

@@ -35,7 +35,11 @@ def guarded_url():
 
 @pytest.fixture
 def open_page(browser):
-    """A function that opens a page. The test fails if a script of the page causes an error."""
+    """A function that opens a page.
+
+    The test fails if a script of the page raises an error, or if the browser reports a violation of
+    the page's content security policy (CSP).
+    """
     problems = []
     contexts = []
 

@@ -46,6 +46,7 @@ def answers(draw):
     """Draw the deltas of an answer: reasoning, content and calls in any order.
 
     As in the output of the postprocessor, the deltas of one call come before those of the next one.
+    Any finish reason may follow, because the builder must not rely on the calls for it.
     """
     deltas, num_calls = [], 0
     kinds = st.sampled_from(["reasoning", "content", "call", "usage"])

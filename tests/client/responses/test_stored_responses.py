@@ -548,18 +548,26 @@ async def test_running_responses_are_bounded_too(backend):
         assert (await create(client, background=True))["status"] == "queued"
 
 
+async def test_a_response_whose_input_is_larger_than_the_store_is_refused(backend):
+    async with frontend(backend, max_stored_response_bytes=20_000) as (client, _):
+        response = await client.post(PATH, json={"input": "a" * 30_000, "background": True})
+    assert response.status_code == 400
+    assert "at most 20000 bytes (max_stored_response_bytes)" in response.text
+
+
 async def test_a_running_response_that_outgrows_the_store_fails(backend):
     async with frontend(backend, max_stored_response_bytes=20_000) as (client, app):
-        response = await client.post(PATH, json={"input": "a" * 30_000, "background": True})
-        assert response.status_code == 400
-        assert "at most 20000 bytes (max_stored_response_bytes)" in response.text
-        kept = await create(client)
+        earlier_response = await create(client)
+        # The input fits into the store, but not together with the answer, which repeats it.
         body = {"input": "word " * 500, "background": True, "stream": True}
+
         events = events_of((await client.post(PATH, json=body)).text)
-        final = StreamCheck().run(events)
-        assert final["status"] == "failed"
-        assert "max_stored_response_bytes" in final["error"]["message"]
-        assert await is_gone(client, kept["id"])
+
+        response = StreamCheck().run(events)
+        assert response["status"] == "failed"
+        assert "max_stored_response_bytes" in response["error"]["message"]
+        # The store deletes older responses before it refuses a newer one.
+        assert await is_gone(client, earlier_response["id"])
         store = app.state.responses.store
         assert store.num_bytes <= 20_000
         assert store.running == []

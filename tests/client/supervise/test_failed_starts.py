@@ -9,19 +9,29 @@ from nereid_client.supervise.serve_plan import Program
 from nereid_client.supervise.supervised_program import SupervisedProgram
 from nereid_client.supervise.supervisor import Supervisor
 
+WORKING_PROGRAM = SimpleNamespace(restart_at=None, is_restart_due=False, failure=lambda: None)
+
+
+def supervisor_of(programs, monkeypatch):
+    """Return a supervisor of `programs` that were all ready once.
+
+    `Supervisor.run` would start a Triton server, so this function sets the programs. The supervisor
+    neither ends other processes nor reads the server's log.
+    """
+    supervisor = Supervisor(SimpleNamespace(max_process_memory=0))
+    supervisor._programs = programs
+    supervisor._is_announced = True
+    monkeypatch.setattr(supervisor, "_end_processes_of", lambda program: None)
+    monkeypatch.setattr(supervisor, "_server_failure", lambda: None)
+    return supervisor
+
 
 def test_a_restart_without_memory_for_a_process_is_tried_again(tmp_path, monkeypatch):
     program = Program("the OpenAI frontend", ["/bin/false"], {})
     with (tmp_path / "log").open("w") as log:
         failing = SupervisedProgram(program, RestartPolicy(max_restarts=2, backoff_s=0.0), log)
-    failing.child.stop(5, time.sleep)
-    supervisor = Supervisor(SimpleNamespace(max_process_memory=0))
-    working = SimpleNamespace(restart_at=None, is_restart_due=False, failure=lambda: None)
-    # The supervisor gets its programs from `run`, which would start a Triton server.
-    supervisor._programs = [working, failing]
-    supervisor._is_announced = True
-    monkeypatch.setattr(supervisor, "_end_processes_of", lambda program: None)
-    monkeypatch.setattr(supervisor, "_server_failure", lambda: None)
+    failing.child.stop(grace_s=5, wait=time.sleep)
+    supervisor = supervisor_of([WORKING_PROGRAM, failing], monkeypatch)
 
     def fail_to_start():
         failing.restart_at = None
@@ -29,9 +39,11 @@ def test_a_restart_without_memory_for_a_process_is_tried_again(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(failing, "start", fail_to_start)
-        assert supervisor._handle_failures() is None  # the program has ended: the first restart
+        # The program has ended, so the supervisor plans its first restart, which fails.
+        assert supervisor._handle_failures() is None
         supervisor._restart_due_programs()
-    assert supervisor._handle_failures() is None  # the restart has failed: the second restart
+    # The supervisor plans the second restart.
+    assert supervisor._handle_failures() is None
 
     assert failing.restart_at is not None
     assert failing.restarts.number == 2

@@ -259,8 +259,8 @@ def _describe_problem(problem: ErrorDetails) -> str:
     """Return the part of an error message that describes a wrong value of a setting.
 
     Example: pydantic's message "Input should be a valid integer, unable to parse string as an
-    integer" becomes "the value must be an integer, but it is 'many'." Settings have only checks
-    whose messages continue the sentence "the value must be ...".
+    integer" becomes "the value must be an integer, but it is 'many'." The message of each check in
+    a settings class, such as "a power of 2", also continues the sentence "the value must be".
     """
     if problem["type"] == "missing":
         return "this setting has no default, so it must be set."

@@ -86,18 +86,17 @@ class RowsPath:
         assert sampled is None, "every input token is in the plan"
         self._delete_unused_states()
         for chunk in plan.chunks:
+            row = _row(chunk)
             if chunk.is_first:
                 # An earlier sequence may have had the same row number. If the state of the earlier
                 # sequence is still stored, delete this state.
-                self._states.delete(_row(chunk))
-            self._sequences[_row(chunk)] = chunk.sequence
-        if plan.snapshots is not None:
-            self._load_snapshots(plan, plan.snapshots)
+                self._states.delete(row)
+            self._sequences[row] = chunk.sequence
+        if plan.snapshots is None:
+            return self._compute_step(plan)
+        self._load_snapshots(plan, plan.snapshots)
         logits = self._compute_step(plan)
-        if plan.snapshots is not None:
-            for chunk_index, snapshot_id in plan.snapshots.saves:
-                row = _row(plan.chunks[chunk_index])
-                self._snapshots[snapshot_id] = self._states.copy(row)
+        self._save_snapshots(plan, plan.snapshots)
         return logits
 
     def _compute_step(self, plan: StepPlan) -> Tensor:
@@ -110,8 +109,10 @@ class RowsPath:
         decodes: list[Chunk] = []
         prefills: list[Chunk] = []
         for chunk in plan.chunks:
-            is_decode = chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk)
-            (decodes if is_decode else prefills).append(chunk)
+            if chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk):
+                decodes.append(chunk)
+            else:
+                prefills.append(chunk)
         logits_of_rows: dict[int, Tensor | None] = {}
         if decodes:
             for chunk, logits in zip(decodes, self._decode(decodes), strict=True):
@@ -168,6 +169,12 @@ class RowsPath:
             self._states.store(_row(chunk), state, num_tokens=chunk.start)
         for snapshot_id in snapshots.deleted:
             self._snapshots.pop(snapshot_id, None)
+
+    def _save_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
+        """Copy the states of some sequences of `plan` into the snapshots that the plan requires."""
+        for chunk_index, snapshot_id in snapshots.saves:
+            row = _row(plan.chunks[chunk_index])
+            self._snapshots[snapshot_id] = self._states.copy(row)
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         """Compute one token for each of several sequences, in a single forward pass.

@@ -70,8 +70,11 @@ class SinglePath:
         self._states: dict[int, _SequenceState] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits of one step. `sampled` must be None; see `ForwardPath.forward`."""
-        assert sampled is None
+        """Return the logits of one step, [num_logits, vocab_size]; see `ForwardPath.forward`.
+
+        `sampled` must be None, because `plan` already contains every input token.
+        """
+        assert sampled is None, "every input token is in the plan"
         self.delete_unused_states()
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
@@ -131,13 +134,14 @@ class SinglePath:
     ) -> Tensor:
         """Return the logits at the tokens `first` to `end - 1` of a sequence with images.
 
-        One call of the model computes the prompt, because most models do not accept a part of a
-        prompt, which would lack image tokens. One call computes each output token.
+        `first` is a token of the prompt. One call of the model computes the prompt, because most
+        models do not accept a part of a prompt, which would lack image tokens. One call computes
+        each output token.
 
         Mutates: the stored state of `state_key`.
         """
         prompt_len = sequence.num_prompt_tokens
-        prompt_logits = self._run_model(state_key, sequence, prompt_len)[-prompt_len:]
+        prompt_logits = self._run_model(state_key, sequence, num_tokens=prompt_len)[-prompt_len:]
         output_logits = [
             self._logits_at(state_key, sequence, index) for index in range(prompt_len, end)
         ]
@@ -219,16 +223,12 @@ class SinglePath:
             token_ids: the tokens that the decoder has already read, followed by the new tokens.
         """
         is_first_call = state.num_tokens == 0
-        has_empty_cache = is_first_call and state.arguments.get(self._cache_name) is not None
-        num_new_tokens: int | None
-        if not is_first_call:
-            num_new_tokens = 1
-        elif has_empty_cache:
-            num_new_tokens = len(token_ids)
-        else:
-            # The model creates its own cache in this call, or works without a cache. transformers
-            # requires None in these cases.
-            num_new_tokens = None
+        num_new_tokens: int | None = 1
+        if is_first_call:
+            # Without a given cache, the model creates its own cache in this call, or works without
+            # a cache. transformers requires None in these cases.
+            has_cache = state.arguments.get(self._cache_name) is not None
+            num_new_tokens = len(token_ids) if has_cache else None
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
             torch.tensor([token_ids], device=self._device),
             next_sequence_length=num_new_tokens,
@@ -306,10 +306,12 @@ class SinglePath:
             # DynamicCache(config) could create a cross-attention cache with a sliding window. A
             # window would be wrong, because the decoder attends to all tokens of the prompt.
             # Therefore, the method that transformers' `generate` calls adds the cache.
-            config, mode = self._generation_config, GenerationMode.GREEDY_SEARCH
-            num_sequences = 1
             self._model._prepare_cache_for_generation(
-                config, arguments, mode, num_sequences, prompt_len
+                self._generation_config,
+                model_kwargs=arguments,
+                generation_mode=GenerationMode.GREEDY_SEARCH,
+                batch_size=1,
+                max_cache_length=prompt_len,
             )
         elif self._model._supports_default_dynamic_cache():
             decoder_config = self._model.config.get_text_config(decoder=True)

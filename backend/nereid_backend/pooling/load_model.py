@@ -116,17 +116,16 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
 
 @contextmanager
 def gpu_share(device: torch.device, share: float) -> Iterator[None]:
-    """Return a context manager that limits the GPU memory of this process.
+    """Limit the GPU memory of this process, from the start of a `with` block to the process's end.
 
-    If the code in the `with` block exceeds the limit, the error names the setting. The limit
-    remains in force after the end of the block.
+    If the block needs more memory, the error names the setting.
 
     Args:
-        device: the device of the model. If it is a CPU, nothing is limited.
+        device: the device of the model. If the device is a CPU, nothing is limited.
         share: the setting gpu_memory_utilization.
 
     Raises:
-        ConfigError: the code inside the context needs more memory than the limit.
+        ConfigError: the code in the block needs more memory than the limit.
     """
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)

@@ -301,8 +301,9 @@ class PoolingModel:
             return forward.forward(batch)
         assert len(attended_lens) == len(items), "`split_batch` separates expanded queries"
         encoder = self._loaded.encoder
-        with own_attention(encoder, forward):
-            return PaddedForward(encoder)(replace(batch, attended_lens=attended_lens))
+        masked_batch = replace(batch, attended_lens=attended_lens)
+        with own_attention(encoder, forward):  # `forward` may have set Nereid's attention.
+            return PaddedForward(encoder)(masked_batch)
 
     def _answer_scores_of_texts(
         self, reranker: GenerativeReranker, hidden: Tensor, batch: TokenBatch
@@ -329,7 +330,8 @@ class PoolingModel:
         for layer in layers.tokens:  # the layers that convert token vectors to token vectors
             hidden = layer(hidden.float())
         starts = batch.starts  # the index of each text's first token, and the number of all tokens
-        # Dense vectors are computed in one batch, and other outputs one by one.
+        # Dense vectors are computed in one batch, and other outputs one by one. `outputs` maps the
+        # index of each item to its output.
         dense_indices = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
         outputs = self._dense_outputs(hidden, starts, items, dense_indices)
         for i, prepared in enumerate(items):

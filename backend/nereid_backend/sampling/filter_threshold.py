@@ -99,14 +99,15 @@ def _is_total_known(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
 
     Args:
         probs: [n, width], the largest probabilities of each row in descending order.
-        threshold: [n, 1], the smallest probability that min_p and top_k keep; 0 if it is unknown,
-            because top_k exceeds `width`, or if no token is removed.
+        threshold: [n, 1], the smallest probability that min_p and top_k keep. 0 means that no token
+            is removed, or that the number is unknown, because top_k exceeds `width`.
         top_k: [n, 1]; 0 turns the filter off.
 
     Returns:
         [n, 1] bool.
     """
-    are_both_off = (threshold == 0) & (top_k <= 0)
+    # If top_k is off, the threshold is known. In this case, 0 means that min_p is off, too.
+    are_both_off = (top_k <= 0) & (threshold == 0)
     return are_both_off | _removes_all_tokens_outside(probs, threshold)
 
 

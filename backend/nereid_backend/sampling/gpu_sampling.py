@@ -116,12 +116,15 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
     """
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
-    logits = torch.from_numpy(normal * 3)
-    # Four views of `logits`, [4, _CHECKED_VOCAB_SIZE] each. The first view stays unchanged.
-    _, with_ties, with_forbidden_tokens, flat = logits.view(4, 4, -1).unbind(1)
-    with_ties.mul_(2).round_()  # There are only a few different logits, so most logits are equal.
+    # Each type of logits is a tensor [4, _CHECKED_VOCAB_SIZE], with one row for each parameter set.
+    plain, second, third, fourth = torch.from_numpy(normal * 3).view(4, 4, -1).unbind(1)
+    with_ties = (second * 2).round()  # Only a few values are possible, so most logits are equal.
+    with_forbidden_tokens = third.clone()
     with_forbidden_tokens[:, 1000:] = float("-inf")
-    flat /= 10
+    flat = fourth / 10
+    types = (plain, with_ties, with_forbidden_tokens, flat)
+    logits = torch.stack(types, dim=1).flatten(end_dim=1)
+    # Each array lists the four sets, and `repeat` gives the same set to the four types of logits.
     batch = SamplingBatch(
         temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32).repeat(4),
         top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32).repeat(4),

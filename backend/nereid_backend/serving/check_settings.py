@@ -83,22 +83,23 @@ def _check_model(
     Return the settings of the model's engine; None if the model starts no engine.
     """
     if model in _LANGUAGE_MODELS:
-        config = _check_language_model(args, environ)
+        config = _read_and_check_engine_settings(args, environ)
         return config if model == "executor" else None
     _, worker_config = read_pooling_settings(model, args, environ)
     return worker_config
 
 
-def _check_language_model(args: Mapping[str, str], environ: Mapping[str, str]) -> EngineConfig:
-    """Raise a ConfigError for the first wrong setting of a Triton model for the language model.
+def _read_and_check_engine_settings(
+    args: Mapping[str, str], environ: Mapping[str, str]
+) -> EngineConfig:
+    """Return the settings of the engine that computes the language model.
 
-    Return the settings of the engine.
+    Raises:
+        ConfigError: a setting of a Triton model for the language model is wrong.
     """
     settings, config = read_settings(args, environ)
-    # The results of these two calls are not needed. The calls raise an error if the chat template
-    # or its variables are wrong.
-    read_chat_template(settings)
-    read_template_defaults(settings)
+    read_chat_template(settings)  # Raises an error if the chat template is wrong.
+    read_template_defaults(settings)  # Raises an error if a variable of the template is wrong.
     _check_formats(settings)
     _check_folders(settings, config)
     _check_length(config)

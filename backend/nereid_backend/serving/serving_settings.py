@@ -6,6 +6,7 @@ An environment variable overrides the parameter of the same name in config.pbtxt
 
 import json
 import os
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -267,14 +268,13 @@ def _check_ascii(texts: Mapping[str, str], names: Collection[str], prefix: str =
     for name in names:
         text = texts.get(name, "")
         if not text.isascii():
-            # If `text` is the value of an environment variable, a Python model of the Triton server
-            # gets surrogates in place of the bytes outside ASCII. Replace the surrogates with
-            # readable text.
+            # In a Python model of the Triton server, a character outside ASCII in an environment
+            # variable is read as surrogates, which cannot be printed. Restore the character.
             shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             raise ConfigError(
                 f"{prefix}{name}: the value {shown} contains a character outside ASCII, which the "
                 "Python models of the Triton server cannot read. If the value is a path, create a "
-                f"link with another name, for example: ln -s '{shown}' /tmp/checkpoint"
+                f"link with another name, for example: ln -s {shlex.quote(shown)} /tmp/checkpoint"
             )
 
 

@@ -91,29 +91,30 @@ class PromptEncoder:
         # tokens piece by piece saves no time. Such a text is not checked.
         if len(text) <= _USUAL_CHARS_PER_TOKEN * limit + _PIECE_CHARS:
             return
-        # A token can be cut in two at the end of a piece. Therefore the pieces can have more tokens
-        # than the text, but at most `_SPLIT_FACTOR` times as many.
-        max_piece_tokens = _SPLIT_FACTOR * limit
-        num_piece_tokens = self._count_piece_tokens(text, max_piece_tokens)
-        if num_piece_tokens > max_piece_tokens:
-            min_tokens = int(num_piece_tokens / _SPLIT_FACTOR)
+        min_tokens = self._min_tokens(text, limit)
+        if min_tokens > limit:
             raise RequestError(
-                f"prompt has more than {min_tokens} tokens; the limit is {limit} "
+                f"prompt has more than {int(min_tokens)} tokens; the limit is {limit} "
                 "(max_model_len). Send a shorter prompt."
             )
 
-    def _count_piece_tokens(self, text: str, limit: float) -> int:
-        """Split a text into pieces of the same length, and count the tokens of the pieces.
+    def _min_tokens(self, text: str, limit: int) -> float:
+        """Return a lower bound for the number of tokens of a text.
 
-        Stop when the number exceeds `limit`, because converting a very long text takes long.
+        The text is divided into pieces, and the tokens of the pieces are counted. A token can be
+        cut in two at the end of a piece. Therefore the pieces can have more tokens than the text,
+        but at most `_SPLIT_FACTOR` times as many. Stop when the bound exceeds `limit`, because
+        converting a very long text takes long.
         """
-        num_tokens = 0
+        num_piece_tokens = 0
+        min_tokens = 0.0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
-            num_tokens += len(self._encode(piece, add_special_tokens=False))
-            if num_tokens > limit:
+            num_piece_tokens += len(self._encode(piece, add_special_tokens=False))
+            min_tokens = num_piece_tokens / _SPLIT_FACTOR
+            if min_tokens > limit:
                 break
-        return num_tokens
+        return min_tokens
 
 
 def _max_token_bytes(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401

@@ -57,7 +57,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
     Raises:
         ModelError: the processor is missing or broken, or needs a package that is not installed.
     """
-    declare_operators()
+    declare_operators()  # Without this call, importing torchvision can fail. Processors import it.
     try:
         processor = _load(folder, config)
     except Exception as error:

@@ -95,14 +95,15 @@ def split_messages(
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"messages[{index}]: the message must be an object.")
+        new_message = dict(message)
         content = message.get("content")
         if isinstance(content, list | tuple):
-            parts = [
+            # `_split_part` appends the file of a part to `media`.
+            new_message["content"] = [
                 _split_part(part, f"messages[{index}].content[{number}]", media, limits)
                 for number, part in enumerate(content)
             ]
-            message = {**message, "content": parts}
-        result.append(dict(message))
+        result.append(new_message)
     check_numbers(media, limits)
     return result, media
 

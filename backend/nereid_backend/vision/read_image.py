@@ -261,17 +261,19 @@ def _to_rgb(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
     """
     import PIL.Image
 
-    if image.mode == "RGB" and "transparency" not in image.info:
-        image.load()  # Decode the pixels. The conversions below do this themselves.
-        return image  # type: ignore[no-any-return]
     if image.mode.startswith("I;16"):
         image = _to_grey(image)
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    has_alpha = image.mode in ("RGBA", "LA", "PA")
+    has_transparent_colour = "transparency" in image.info
+    if has_alpha or has_transparent_colour:
         rgba = image if image.mode == "RGBA" else image.convert("RGBA")
         white = PIL.Image.new("RGB", rgba.size, "white")
         white.paste(rgba, mask=rgba.getchannel("A"))
         return white
-    return image.convert("RGB")  # type: ignore[no-any-return]
+    if image.mode != "RGB":
+        return image.convert("RGB")  # type: ignore[no-any-return]
+    image.load()  # Decode the pixels. The conversions above do this themselves.
+    return image  # type: ignore[no-any-return]
 
 
 def _to_grey(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow

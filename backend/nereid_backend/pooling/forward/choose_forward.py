@@ -161,7 +161,8 @@ def _first_exact_method(
     """
     # Maps each rejected method to the reason for the rejection.
     rejections: dict[str, str] = {}
-    if not encoder.accepts_nereid_attention:  # `_candidates` then leaves out "packed"
+    if not encoder.accepts_nereid_attention:
+        # `_candidates` does not return the method "packed", so its rejection is added here.
         rejections["packed"] = "it does not use transformers' attention interface"
     for method, forward, attention in _candidates(encoder, hook, is_causal=expected.is_causal):
         if encoder.model.config._attn_implementation != attention:
@@ -348,10 +349,10 @@ def _lens_beyond_windows(windows: set[int], longest_tested: int, max_len: int) -
 def _sliding_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, *, is_causal: bool
 ) -> set[int]:
-    """Return the sizes of the model's sliding windows, which one packed forward pass records.
+    """Return the sizes of the sliding windows of the model's attention layers.
 
-    The set is empty if the model has no windows, or cannot compute packed batches. Only packed
-    batches use Nereid's attention, in which a sliding window could be wrong.
+    The model computes `batch` once as a packed batch, and each layer reports its window to Nereid's
+    attention. The set is empty if the model has no windows, or cannot compute packed batches.
     """
     if not encoder.accepts_nereid_attention:
         return set()
@@ -364,8 +365,7 @@ def _sliding_windows(
     try:
         forward.run(batch, attention)
     except MODEL_ERRORS:
-        # The test of the method "packed" fails with the same error, and reports the error.
-        return set()
+        return set()  # `_first_exact_method` tries a packed batch again, and reports the error.
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)
     return attention.windows

@@ -156,7 +156,7 @@ class GroupAttention:
 
         `mask` contains True for each key that a query can see; None if no mask is needed. If
         `hides_later_keys` is True, torch hides the keys after each query. The block then contains
-        whole texts, and `mask` is None.
+        whole texts, `mask` is None, and the layer has no softcap and no sinks.
 
         Shapes: query [count, num_heads, num_queries, key_dim], key [count, num_kv_heads, num_keys,
         key_dim], value [count, num_kv_heads, num_keys, value_dim], mask bool [num_queries,

@@ -215,8 +215,8 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
         # `rows` is a batch with a single text, [1, n, hidden_size]. This text consists of all
         # tokens of the slice.
         rows = hidden[start : start + _LOGIT_TOKENS][None]
-        # transformers cannot call the head alone. Therefore the whole model is called, while its
-        # base model only returns `rows`. The token ids have no effect except for their shape.
+        # transformers cannot call the head alone. Therefore, call the whole model, and let its base
+        # model (the model without its head) return `rows`. Only the shape of `ids` has an effect.
         ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
         with replace_base_output(encoder, rows):
             logits = encoder.model(input_ids=ids).logits[0]

@@ -179,12 +179,13 @@ def _logits_of_texts(
     for first_token, slice_logits in logit_slices:
         logits = slice_logits.float()
         for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
-            # The rows of the text's tokens [start, end) in this slice. A token before the slice has
-            # a negative row, which becomes 0.
+            # The text has the tokens [start, end). Rows are counted from the slice's first token.
+            # Tokens before the slice would have negative rows, which must not become indices.
             first_row = max(0, start - first_token)
             end_row = max(0, end - first_token)
             text_logits = logits[first_row:end_row]
-            if len(text_logits):
+            has_token_in_slice = len(text_logits) > 0
+            if has_token_in_slice:
                 yield number, text_logits
 
 

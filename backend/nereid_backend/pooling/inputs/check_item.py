@@ -53,8 +53,8 @@ class ItemChecker:
         self._check_sources(item, kind)
         self._check_options(item, kind)
         self._check_prompt_fields(item)
-        name = self._prompt_name(item)
-        prompt = item.prompt if name is None else self._spec.prompts[name]
+        prompt_name = self._prompt_name(item)
+        prompt = item.prompt if prompt_name is None else self._spec.prompts[prompt_name]
         if prompt is not None:
             self._text_limit.check("prompt: the prompt", prompt)
         if item.instruction is not None:
@@ -66,10 +66,8 @@ class ItemChecker:
             self._limit_texts(item),
             kind=kind,
             dimensions=dimensions,
-            # An empty prompt turns off the default prompt of the checkpoint. In this case, the
-            # item's field `prompt` becomes None.
-            prompt=prompt or None,
-            prompt_name=name,
+            prompt=prompt or None,  # An empty prompt means that the client wants no prompt.
+            prompt_name=prompt_name,
         )
 
     def _check_kind(self, kind: str) -> None:
@@ -83,18 +81,7 @@ class ItemChecker:
 
     def _check_sources(self, item: PoolingItem, kind: str) -> None:
         """Raise a RequestError if an item's inputs do not fit the model or the output kind."""
-        fields = [
-            name
-            for name in ("text", "token_ids", "pair", "image")
-            if getattr(item, name) is not None
-        ]
-        is_text_with_image = fields == ["text", "image"]
-        if len(fields) != 1 and not (self._is_vision_language and is_text_with_image):
-            both = ", or both a text and an image" if self._is_vision_language else ""
-            raise RequestError(
-                "input: an input must contain exactly one of the following: text, token ids, a "
-                f"pair of texts, or an image{both}."
-            )
+        self._check_given_fields(item)
         if kind == "score" and item.pair is None and item.token_ids is None:
             raise RequestError("input: scoring requires a pair of a query and a document.")
         if item.pair is not None and kind not in ("score", "classify"):
@@ -105,6 +92,23 @@ class ItemChecker:
         has_image = item.image is not None or has_image_document
         if has_image and not self._info.accepts_images:
             raise RequestError(f"image: {self._info.architecture} does not accept images.")
+
+    def _check_given_fields(self, item: PoolingItem) -> None:
+        """Raise a RequestError if an item has no input, or several inputs that exclude each other.
+
+        Only a vision-language model accepts a text together with an image.
+        """
+        names = ("text", "token_ids", "pair", "image")
+        given = [name for name in names if getattr(item, name) is not None]
+        if len(given) == 1:
+            return
+        if self._is_vision_language and given == ["text", "image"]:
+            return
+        both = ", or both a text and an image" if self._is_vision_language else ""
+        raise RequestError(
+            "input: an input must contain exactly one of the following: text, token ids, a "
+            f"pair of texts, or an image{both}."
+        )
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
         """Raise a RequestError if an option of the item, such as `dimensions`, is not allowed."""

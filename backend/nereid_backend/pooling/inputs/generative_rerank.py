@@ -35,7 +35,7 @@ _UNKNOWN_ROLES = ("role7query", "role7document")
 # attempt removes no further tokens, the second attempt removes 4, and the third attempt removes 16.
 # The first attempt can fail, because the end of the document is tokenised together with the text
 # that follows.
-_SPARE_TOKENS = (0, 4, 16)
+_SPARE_TOKENS_OF_ATTEMPTS = (0, 4, 16)
 
 
 class _Format(Enum):
@@ -164,7 +164,7 @@ class GenerativeReranker:
         # In the prompt, the end of the document is tokenised together with the text that follows.
         # The prompt can therefore be a few tokens too long. The next attempt then keeps fewer
         # tokens of the document.
-        for num_spare in _SPARE_TOKENS:
+        for num_spare in _SPARE_TOKENS_OF_ATTEMPTS:
             num_kept = limit - num_without_document - num_spare
             if num_kept <= 0:
                 break
@@ -172,7 +172,7 @@ class GenerativeReranker:
             ids = self._encode(self._render(query, truncated, instruction))
             if len(ids) <= limit:
                 return ids
-        # A shorter query leaves more tokens for the document, even if only the attempts failed.
+        # A shorter query helps in both cases, because it leaves more tokens for the document.
         raise RequestError(
             f"input: the query and the instruction have {num_without_document} tokens without the "
             f"document, but the limit is {limit} (max_model_len). Shorten the query."

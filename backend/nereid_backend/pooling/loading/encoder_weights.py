@@ -168,16 +168,22 @@ def _check_unused_weights(
         names: the names of the weights in the checkpoint that the model does not use.
         model: the loaded model.
     """
-    unused = sorted(names)
-    if spec.loader == BASE:
-        # Vectors do not need the output layer of a language model.
-        unused = [name for name in unused if name != _OUTPUT_LAYER]
+    # Vectors do not need the output layer of a language model.
+    expected = {_OUTPUT_LAYER} if spec.loader == BASE else set()
+    unused = sorted(name for name in names if name not in expected)
     check_unused_weights(spec.folder, unused, model)
     has_own_class = hasattr(transformers, spec.architecture)
-    if has_own_class:
-        return  # The unused weights belong to a head that this task does not need.
-    # The weights were loaded by a class for a similar architecture. The checkpoint's own
-    # architecture may need the weights that this class does not use.
+    # If the architecture has a class, unused weights belong to a head that this task does not need.
+    if not has_own_class:
+        _check_similar_class(spec, unused)
+
+
+def _check_similar_class(spec: CheckpointSpec, unused: list[str]) -> None:
+    """Raise an UnsupportedModelError if the class of a similar architecture ignores needed weights.
+
+    transformers has no class for the checkpoint's own architecture, so it has loaded the class of a
+    similar architecture. `unused` lists the weights that this class does not use.
+    """
     needed = [name for name in unused if not _may_stay_unused(spec, name)]
     if needed:
         raise UnsupportedModelError(

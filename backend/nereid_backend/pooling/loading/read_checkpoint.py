@@ -93,7 +93,9 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
 def _read_architecture_and_task(
     root: Path, settings: PoolingConfig, modules: list[ModuleSpec]
 ) -> CheckpointSpec:
-    """Return a description that contains only the architecture, the task and their sources.
+    """Return a first description of a checkpoint, with its architecture and its task.
+
+    The caller fills in the other fields, such as the prompts, which still have their defaults.
 
     `root` is the folder of the checkpoint. The first of its `modules` is the transformers model.
     """
@@ -158,26 +160,34 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
             f"{spec.folder} embeds texts with a chat template (modality_config), but it is no "
             "vision-language model. This is not supported."
         )
-    tokenizer_arguments = _tokenizer_arguments(settings)
     if not takes_messages:
-        _check_tokenizer_arguments(spec.folder, tokenizer_arguments)
-    lengths = (
-        tokenizer_arguments.get("max_length"),
-        read_tokenizer_arguments(spec.folder).get("model_max_length"),
-        settings.get("max_seq_length"),
-    )
-    length = next((value for value in lengths if value is not None), None)
+        _check_tokenizer_arguments(spec.folder, _tokenizer_arguments(settings))
     return replace(
         spec,
         takes_messages=takes_messages,
         prompts=_named_prompts(sentence_config),
         default_prompt_name=sentence_config.get("default_prompt_name"),
-        max_seq_length=length if isinstance(length, int) and length > 0 else None,
+        max_seq_length=_max_seq_length(spec.folder, settings),
         truncate_dim=_positive_integer(sentence_config, "truncate_dim"),
         max_active_dims=_positive_integer(sentence_config, "max_active_dims"),
         lower_case=bool(settings.get("do_lower_case")),
         template_kwargs=_chat_template_variables(settings),
     )
+
+
+def _max_seq_length(folder: Path, settings: dict[str, Any]) -> int | None:
+    """Return the length limit of inputs in tokens.
+
+    The first limit that is set counts. Return None if none is set, or if this limit is not valid.
+    `settings` is the content of the settings file of sentence-transformers in `folder`.
+    """
+    lengths = (
+        _tokenizer_arguments(settings).get("max_length"),
+        read_tokenizer_arguments(folder).get("model_max_length"),
+        settings.get("max_seq_length"),
+    )
+    length = next((value for value in lengths if value is not None), None)
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def _tokenizer_arguments(settings: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class EngineCalls:
         outage: Callable[[], str],
         names_at_start: Sequence[str] = (),
     ) -> None:
-        """Store the arguments.
+        """Create an object that handles requests about adapters, weights and the prefix cache.
 
         Args:
             processes: the engine processes.

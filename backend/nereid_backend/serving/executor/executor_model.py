@@ -91,7 +91,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.processes,
             # The metric of refused requests counts only requests that generate text.
             respond=self._respond_uncounted,
-            outage=lambda: self.outage,
+            outage=lambda: self.outage,  # Why no engine process accepts requests, or "".
             names_at_start=list(config.lora_adapters),
         )
 

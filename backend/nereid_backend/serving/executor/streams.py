@@ -243,15 +243,10 @@ class Stream:
 
         A step is a message to the postprocessor.
         - The last step, and a first step that has output, are due immediately.
-        - If the postprocessor has not processed enough earlier steps, `may_send` is false, and the
-          result is the time at which the caller must check `may_send` again.
-        - Any other step with output is due `interval_s` after the previous step.
-        - A step without output (a heartbeat) is due `heartbeat_s` after the previous step.
-
-        Args:
-            interval_s: the number of seconds between two steps with output.
-            heartbeat_s: the number of seconds after which a step without output (a heartbeat) is
-                sent.
+        - If `may_send` is false, no step is due until the postprocessor has processed earlier
+          steps. The result is the time at which the caller must call this method again.
+        - Any other step with output is due `interval_s` seconds after the previous step.
+        - A step without output (a heartbeat) is due `heartbeat_s` seconds after the previous step.
         """
         has_output = self.has_output
         is_first_step = self.num_sent_steps == 0

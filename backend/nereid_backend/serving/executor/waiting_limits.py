@@ -131,14 +131,15 @@ class WaitingLimits:
         )
 
     def _token_refusal_reason(self, client: str, num_tokens: int) -> str | None:
-        """Return a reason to refuse a request, if its prompt of `num_tokens` tokens is too long.
+        """Return a reason to refuse a request whose prompt has `num_tokens` tokens, or None.
 
-        The reason is a sentence without its full stop. If no other request is waiting, a request
-        may have any number of tokens. Otherwise, a long prompt could never be accepted. A limit of
-        0 means no limit.
+        The reason is a sentence without its full stop. A limit of 0 means no limit. If no other
+        request is waiting, the limit does not apply. Without this exception, a prompt with more
+        tokens than the limit would never be accepted.
         """
-        limit_applies = self._token_limit.limit > 0 and self._request_limit.used > 0
-        if not limit_applies or self._token_limit.allows(client, num_tokens):
+        has_limit = self._token_limit.limit > 0
+        others_wait = self._request_limit.used > 0
+        if not has_limit or not others_wait or self._token_limit.allows(client, num_tokens):
             return None
         return (
             f"requests with {self._token_limit.used} prompt tokens are waiting"

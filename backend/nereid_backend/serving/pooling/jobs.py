@@ -152,7 +152,7 @@ def _integers(data: bytes) -> npt.NDArray[np.int32]:
 def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
     """Combine the values of all inputs into one array.
 
-    If `kind` is "sparse", return an empty array.
+    Sparse values are sent as `Outcome.weights` instead, so their array is empty.
 
     The shape is [n, dim] for dense, [sum of the numbers of vectors, dim] for multi_vector, [n] for
     score, [n, num_labels] for classify, and [sum of num_tokens, num_labels] for token_classify.

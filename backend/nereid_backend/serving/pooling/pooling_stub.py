@@ -179,12 +179,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             raise CapacityError(self._not_served_message())
         self._check_num_requests()
         given = [name for name in self.input_names if triton_api.has_tensor(request, name)]
-        can_compute = has_checkpoint and bool(given)
-        if returns_info and not can_compute:
+        has_job = has_checkpoint and bool(given)
+        if returns_info and not has_job:
             self.respond_later(sender, self._info())
-        else:
-            # If no input tensor is given, this call raises a RequestError.
-            self._accept_job(request, sender, given, returns_info=returns_info)
+            return
+        # If no input tensor is given, this call raises a RequestError.
+        self._accept_job(request, sender, given, returns_info=returns_info)
 
     def _accept_job(
         self,

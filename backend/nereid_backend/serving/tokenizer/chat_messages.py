@@ -84,9 +84,6 @@ def _with_results_in_order(messages: Iterable[dict[str, Any]]) -> list[dict[str,
     call. Many chat templates do not render the ids, so the model assigns the results to the calls
     by their order.
 
-    The results of a message are not sorted if an id is unknown or occurs twice, or if a result has
-    images, because the images of a request are stored in the order of its messages.
-
     Example: after calls with the ids "a" and "b", the results of "b" and "a" are swapped.
     """
     ordered: list[dict[str, Any]] = []
@@ -101,19 +98,21 @@ def _with_results_in_order(messages: Iterable[dict[str, Any]]) -> list[dict[str,
 def _in_order_of_calls(
     results: list[dict[str, Any]], calls: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the results in the order of `calls`, or unchanged if they cannot be sorted.
+    """Return the results of tool calls in the order of `calls`.
 
-    The docstring of `_with_results_in_order` explains which results cannot be sorted.
+    The results are returned unchanged if an id is missing, unknown or occurs twice, or if a result
+    has images, because the images of a request are stored in the order of its messages.
     """
     call_ids = [call.get("id") for call in calls]
     result_ids = [result.get("tool_call_id") for result in results]
     if not all(isinstance(each, str) for each in (*call_ids, *result_ids)):
         return results
-    positions = {call_id: position for position, call_id in enumerate(call_ids)}
-    has_unique_ids = len(positions) == len(call_ids) and len({*result_ids}) == len(result_ids)
+    occurs_twice = len(set(call_ids)) < len(call_ids) or len(set(result_ids)) < len(result_ids)
+    is_unknown = not set(result_ids) <= set(call_ids)
     has_images = any(isinstance(result["content"], list) for result in results)
-    if not has_unique_ids or has_images or not positions.keys() >= {*result_ids}:
+    if occurs_twice or is_unknown or has_images:
         return results
+    positions = {call_id: position for position, call_id in enumerate(call_ids)}
     return sorted(results, key=lambda result: positions[result["tool_call_id"]])
 
 
@@ -297,23 +296,22 @@ def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
 
     The message contains the reason if the server knows the type of the part, such as "file".
     """
+    item_has_part = f"messages: item {index} has a content part"
     type_and_reason = refused_part(part)
     if type_and_reason is not None:
         refused_type, reason = type_and_reason
-        return RequestError(
-            f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
-        )
+        return RequestError(f"{item_has_part} of type {shown(refused_type)}, but {reason}")
     part_type = part.get("type")
-    field = _text_field(part)
-    if field is not None:
+    text_field = _text_field(part)
+    if text_field is not None:
         return RequestError(
-            f"messages: item {index} has a content part of type {shown(part_type)} whose field "
-            f"{field} must be a string, but the request has {shown(part.get(field))}."
+            f"{item_has_part} of type {shown(part_type)} whose field {text_field} must be a "
+            f"string, but the request has {shown(part.get(text_field))}."
         )
-    kind = "without the field type" if part_type is None else f"of type {shown(part_type)}"
+    of_type = "without the field type" if part_type is None else f"of type {shown(part_type)}"
     return RequestError(
-        f"messages: item {index} has a content part {kind}, but this server supports only "
-        f"parts with text, images, videos or audio. {_EXAMPLE_OF_PART}"
+        f"{item_has_part} {of_type}, but this server supports only parts with text, images, videos "
+        f"or audio. {_EXAMPLE_OF_PART}"
     )
 
 

@@ -181,8 +181,8 @@ class ChatTemplateRenderer:
         # The module is imported here, because only chat requests need jinja2.
         from nereid_parsers.template import RequestTemplate
 
-        source = self._tokenizer.chat_template or ""
-        sources = source if isinstance(source, dict) else {"default": source}
+        template = self._tokenizer.chat_template or ""  # A checkpoint can have no template.
+        sources = template if isinstance(template, dict) else {"default": template}
         return {
             name: TemplateFeatures(RequestTemplate(source), self._default_variables())
             for name, source in sources.items()

@@ -43,18 +43,28 @@ def with_optional_fields(tools: list[dict[str, Any]] | None) -> list[dict[str, A
 
 
 def _with_optional_fields(function: dict[str, Any]) -> dict[str, Any]:
-    """Add empty descriptions and empty parameters to a function that has none."""
+    """Add an empty description and empty parameters to a function that has none."""
     parameters = function.get("parameters") or {}
     if isinstance(parameters, dict):
-        given = {name: value for name, value in parameters.items() if value is not None}
-        parameters = {"type": "object", "properties": {}, **given}
-        properties = parameters["properties"]
-        if isinstance(properties, dict):
-            parameters["properties"] = {
-                name: _with_description(schema) if isinstance(schema, dict) else schema
-                for name, schema in properties.items()
-            }
+        parameters = _complete_parameters(parameters)
     return {**_with_description(function), "parameters": parameters}
+
+
+def _complete_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Add the missing fields to the JSON Schema of a function's parameters.
+
+    A field with the value None counts as missing. Example: `{"properties": {"city": {}}}` becomes
+    `{"type": "object", "properties": {"city": {"description": ""}}}`.
+    """
+    given = {name: value for name, value in parameters.items() if value is not None}
+    completed = {"type": "object", "properties": {}, **given}
+    properties = completed["properties"]
+    if isinstance(properties, dict):
+        completed["properties"] = {
+            name: _with_description(schema) if isinstance(schema, dict) else schema
+            for name, schema in properties.items()
+        }
+    return completed
 
 
 def _with_description(described: dict[str, Any]) -> dict[str, Any]:

@@ -119,14 +119,14 @@ def _import_tokenizer_class() -> Any:  # noqa: ANN401 - transformers' class has 
 def _read_json_template(folder: Path) -> str | dict[str, str] | None:
     """Return the chat template in chat_template.json, or else in processor_config.json.
 
-    Return None if these files contain no template, or if the folder contains a template in a .jinja
-    file, which has precedence. If a file contains several templates, the result maps the names of
-    the templates to their texts.
+    Many checkpoints for images have their chat template only in one of these files. Return None if
+    these files contain no template, or if the folder contains a template in a .jinja file, which
+    has precedence. If a file contains several templates, the result maps the names of the templates
+    to their texts.
 
     Raises:
         ModelError: a file is damaged.
     """
-    # Many checkpoints for images have their chat template only in one of these files.
     jinja_files = [*folder.glob("chat_template.jinja"), *folder.glob("additional_chat_templates/*")]
     if jinja_files:
         return None

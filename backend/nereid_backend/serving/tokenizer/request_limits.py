@@ -11,7 +11,7 @@ number of messages before the frontend sends a request to Triton server.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -334,17 +334,25 @@ def _yarn_lengths(config: dict[str, Any], own_limit: int) -> list[int]:
     `[131072]`.
     """
     lengths = []
-    for ropes in (config.get("rope_scaling"), config.get("rope_parameters")):
-        if not isinstance(ropes, dict):
-            continue
-        # `ropes` describes the position embeddings of all layers, or of each type of layer.
-        for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
-            is_yarn = "yarn" in (rope.get("type"), rope.get("rope_type"))
-            original = rope.get("original_max_position_embeddings", own_limit)
-            factor = rope.get("factor")
-            if is_yarn and isinstance(factor, int | float) and isinstance(original, int):
-                lengths.append(int(factor * original))
+    for rope in _ropes(config):
+        is_yarn = "yarn" in (rope.get("type"), rope.get("rope_type"))
+        original = rope.get("original_max_position_embeddings", own_limit)
+        factor = rope.get("factor")
+        if is_yarn and isinstance(factor, int | float) and isinstance(original, int):
+            lengths.append(int(factor * original))
     return lengths
+
+
+def _ropes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the descriptions of rotary position embeddings in a config.
+
+    One description can apply to all layers, or can contain a description for each type of layer.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name)
+        if isinstance(rope, dict):
+            yield rope
+            yield from (part for part in rope.values() if isinstance(part, dict))
 
 
 def _check_count(field: str, unit: str, count: int, limit: int, name: str) -> None:

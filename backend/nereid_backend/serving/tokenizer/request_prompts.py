@@ -156,24 +156,23 @@ class RequestPrompts:
         text = triton_api.optional_text(request, tensor_names.TEXT_INPUT)
         num_kept = read_num_kept(fields, self._prompts.limits.max_model_len)
         ids = read_input_ids(request, self._prompts.limits, num_kept)
-        match body, text, ids:
-            case dict() as chat, None, None:
-                # `from_chat` checks all limits of a chat, including the limits on nested values.
-                return self._prompts.from_chat(chat, num_kept)
-            case None, str() as given_text, None:
-                self._prompts.limits.check_values_and_depth(fields)
-                add_special_tokens = read_flag(fields, "add_special_tokens", default=True)
-                return self._prompts.from_text(
-                    given_text, add_special_tokens=add_special_tokens, num_kept=num_kept
-                )
-            case None, None, list() as given_ids:
-                self._prompts.limits.check_values_and_depth(fields)
-                if not given_ids:
-                    raise RequestError("input_ids: the list is empty. Send at least one token id.")
-                return Prompt(given_ids, text=None)
-        raise RequestError(
-            "a request must have exactly one of text_input, input_ids and chat_request."
-        )
+        num_sources = sum(source is not None for source in (body, text, ids))
+        if num_sources != 1:
+            raise RequestError(
+                "a request must have exactly one of text_input, input_ids and chat_request."
+            )
+        if body is not None:
+            # `from_chat` checks all limits of a chat, including the limits on nested values.
+            return self._prompts.from_chat(body, num_kept)
+        self._prompts.limits.check_values_and_depth(fields)
+        if text is not None:
+            add_special_tokens = read_flag(fields, "add_special_tokens", default=True)
+            return self._prompts.from_text(
+                text, add_special_tokens=add_special_tokens, num_kept=num_kept
+            )
+        if not ids:
+            raise RequestError("input_ids: the list is empty. Send at least one token id.")
+        return Prompt(ids, text=None)
 
 
 def _image_error(field: str) -> RequestError:

@@ -154,10 +154,10 @@ class RequestWorkers:
                 _send(job)
 
     def _make_calls(self) -> None:
-        """Make the calls of other threads. Wait for a call if no short request is queued.
+        """Make the calls that other threads have left to this thread.
 
-        If a short request waits, process it next, without a delay. Every `_POLL_S` seconds, also
-        end the long requests whose clients have disconnected.
+        If no short request is queued, wait for a call. A queued short request must not be delayed.
+        Every `_POLL_S` seconds, also end the long requests whose clients have disconnected.
         """
         may_wait = not self._short_requests and not self._is_stopping
         if may_wait:
@@ -167,8 +167,7 @@ class RequestWorkers:
                 make_call = self._calls.get(timeout=timeout_s)
                 make_call()
         while not self._calls.empty():
-            # `get` does not block, because only this thread takes calls from the queue.
-            make_call = self._calls.get()
+            make_call = self._calls.get_nowait()  # Only this thread takes calls from the queue.
             make_call()
         # Short requests can arrive without a pause, so this check must not depend on a pause.
         now = time.monotonic()

@@ -92,12 +92,10 @@ class TemplateFeatures:
         If one message has a list with an image, templates expect a list in each message. However,
         some templates render only a text in messages of certain roles, see `_roles_of_text`.
         """
-        if any(isinstance(each.get("content"), list) for each in messages):
-            roles_of_text = self._roles_of_text
-        elif self._reads_only_parts:
-            roles_of_text = frozenset()
-        else:
+        has_list = any(isinstance(each.get("content"), list) for each in messages)
+        if not has_list and not self._reads_only_parts:
             return messages
+        roles_of_text = self._roles_of_text if has_list else frozenset()
         return [
             each
             if each["role"] in roles_of_text

@@ -7,8 +7,8 @@ hook on the decoder records the inputs and stops the forward pass. Later, the en
 recorded inputs into chunks, and runs the decoder on each chunk.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,19 +131,26 @@ def record_inputs(
     ids = torch.tensor([token_ids], device=model.device)
     # `arguments` contains the token ids, the images, the positions and the attention mask.
     arguments = first_call_arguments(model, ids, images.arguments)
-    with _stopped_before(decoder) as recorded:
-        model(**arguments, return_dict=True)
-    if not isinstance(recorded.get("inputs_embeds"), Tensor):
+    decoder_arguments = _record_decoder_arguments(model, decoder, arguments)
+    if not isinstance(decoder_arguments.get("inputs_embeds"), Tensor):
         raise UnfitError("its decoder gets no embeddings")
-    return _parse_decoder_arguments(recorded, len(token_ids))
+    return _parse_decoder_arguments(decoder_arguments, len(token_ids))
 
 
-@contextmanager
-def _stopped_before(decoder: Module) -> Iterator[dict[str, Any]]:
-    """In a `with` block, stop the run of a model when the model calls its decoder.
+def _record_decoder_arguments(
+    model: Any,  # noqa: ANN401 - a model of transformers
+    decoder: Module,
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
+    """Call a model, and return the keyword arguments with which the model calls its decoder.
 
-    Yield a dict, which contains the arguments of this call after the block. A hook on the decoder
-    stores the arguments, and stops the run by an exception, which ends the block.
+    A hook on the decoder stores the arguments. The hook then raises an exception, so that the
+    decoder does not run.
+
+    Args:
+        model: the model.
+        decoder: the part of the model that computes the text tokens.
+        arguments: the arguments of the model.
 
     Raises:
         UnfitError: the model calls its decoder with positional arguments.
@@ -159,9 +166,10 @@ def _stopped_before(decoder: Module) -> Iterator[dict[str, Any]]:
     handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
     try:
         with suppress(_RecordedError):
-            yield recorded
+            model(**arguments, return_dict=True)
     finally:
         handle.remove()
+    return recorded
 
 
 def first_call_arguments(

@@ -61,8 +61,9 @@ class FeatureCache:
     def install(self, model: Module) -> None:
         """Make the encoders of a model use the cache.
 
-        For this purpose, the methods get_image_features, get_video_features and get_audio_features
-        of the model and its modules are replaced by methods that first search the cache.
+        The methods get_image_features, get_video_features and get_audio_features of the model and
+        its modules are replaced by methods that first search the cache. If no module has the method
+        get_audio_features, the method `forward` of the audio encoder is replaced instead.
         """
         replaced: set[str] = set()
         for module in model.modules():

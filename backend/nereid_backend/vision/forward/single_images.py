@@ -137,17 +137,17 @@ class SplitPath:
         The shape is [sum of num_logits, vocab_size]. `sampled` contains the tokens of the previous
         step on the device. Only a step without images can use them.
         """
-        has_images = [chunk.sequence.images is not None for chunk in plan.chunks]
-        if not any(has_images):
+        chunk_has_images = [chunk.sequence.images is not None for chunk in plan.chunks]
+        if not any(chunk_has_images):
             # The forward path of images is not called. Free the memory of sequences with images
             # that have ended.
             self._images.delete_unused_states()
             return self._text.forward(plan, sampled)
         assert not plan.pending, "async scheduling is off for models whose images use this path"
-        text_plan, image_plan = _split_plan(plan, has_images)
+        text_plan, image_plan = _split_plan(plan, chunk_has_images)
         text_logits = self._text_logits(text_plan)
         image_logits = self._image_logits(image_plan)
-        return _interleave(plan, has_images, text_logits, image_logits)
+        return _interleave(plan, chunk_has_images, text_logits, image_logits)
 
     def _text_logits(self, plan: StepPlan) -> Tensor | None:
         """Return the logits of the sequences without images; None if `plan` has nothing to do.
@@ -192,22 +192,25 @@ def _join_rows(parts: list[Tensor]) -> Tensor:
     return torch.cat(nonempty) if nonempty else parts[0]
 
 
-def _split_plan(plan: StepPlan, has_images: list[bool]) -> tuple[StepPlan, StepPlan]:
+def _split_plan(plan: StepPlan, chunk_has_images: list[bool]) -> tuple[StepPlan, StepPlan]:
     """Split a plan into the sequences without images and the sequences with images.
 
     Args:
         plan: the plan of a step. Each chunk in `plan.chunks` belongs to one sequence.
-        has_images: for each chunk, whether its sequence has images.
+        chunk_has_images: for each chunk, whether its sequence has images.
     """
     text_chunks: list[Chunk] = []
     image_chunks: list[Chunk] = []
-    for chunk, is_image_chunk in zip(plan.chunks, has_images, strict=True):
-        (image_chunks if is_image_chunk else text_chunks).append(chunk)
+    for chunk, is_image_chunk in zip(plan.chunks, chunk_has_images, strict=True):
+        if is_image_chunk:
+            image_chunks.append(chunk)
+        else:
+            text_chunks.append(chunk)
     text_plan = replace(
         plan,
         chunks=text_chunks,
         num_tokens=sum(chunk.num_tokens for chunk in text_chunks),
-        snapshots=_snapshots_without_images(plan.snapshots, has_images),
+        snapshots=_snapshots_without_images(plan.snapshots, chunk_has_images),
     )
     # Sequences with images do not use the engine's cache, so they need neither copies of KV cache
     # blocks (`copies`) nor stored copies of recurrent states (`snapshots`).
@@ -222,16 +225,19 @@ def _split_plan(plan: StepPlan, has_images: list[bool]) -> tuple[StepPlan, StepP
 
 
 def _snapshots_without_images(
-    snapshots: SnapshotPlan | None, has_images: list[bool]
+    snapshots: SnapshotPlan | None, chunk_has_images: list[bool]
 ) -> SnapshotPlan | None:
     """Return the part of `snapshots` that belongs to sequences without images.
 
     `snapshots` refers to chunks by their index in the plan, and these indices change when the
-    chunks with images are removed. Example: with has_images [True, False], the index 1 becomes 0.
+    chunks with images are removed. Example: if `chunk_has_images` is [True, False], the index 1
+    becomes 0.
     """
     if snapshots is None:
         return None
-    text_indices = [index for index, is_image_chunk in enumerate(has_images) if not is_image_chunk]
+    text_indices = [
+        index for index, is_image_chunk in enumerate(chunk_has_images) if not is_image_chunk
+    ]
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
 
     def renumber(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -249,19 +255,19 @@ def _snapshots_without_images(
 
 
 def _interleave(
-    plan: StepPlan, has_images: list[bool], text_logits: Tensor | None, image_logits: Tensor
+    plan: StepPlan, chunk_has_images: list[bool], text_logits: Tensor | None, image_logits: Tensor
 ) -> Tensor:
     """Merge the logits of sequences with and without images, in the order of `plan.chunks`.
 
     Args:
         plan: the plan of the step.
-        has_images: for each chunk, whether its sequence has images.
+        chunk_has_images: for each chunk, whether its sequence has images.
         text_logits: the logits of the sequences without images; None if there are none.
         image_logits: the logits of the sequences with images.
     """
     text_row, image_row = 0, 0  # the first row of the next chunk in each tensor
     parts = []
-    for chunk, is_image_chunk in zip(plan.chunks, has_images, strict=True):
+    for chunk, is_image_chunk in zip(plan.chunks, chunk_has_images, strict=True):
         if is_image_chunk:
             parts.append(image_logits[image_row : image_row + chunk.num_logits])
             image_row += chunk.num_logits

@@ -342,12 +342,11 @@ def _run_module(request: Request) -> None:
     """
     os.environ.update(request.environment)
     os.chdir(request.folder)
-    channel, output, errors = request.files
+    channel, output, errors = request.files  # three file descriptors
     for file, standard_file in ((output, _STDOUT), (errors, _STDERR)):
         os.dup2(file, standard_file)
         os.close(file)
-    # In the arguments, replace the text "{fd}" by the number of the channel's file descriptor.
-    arguments = [argument.format(fd=channel) for argument in request.arguments]
+    arguments = [argument.replace("{fd}", str(channel)) for argument in request.arguments]
     _set_command_line([sys.executable, "-m", request.module, *arguments])
     sys.argv = [request.module, *arguments]
     gc.enable()  # The fork server has disabled the garbage collection, so that forks are cheaper.

@@ -106,7 +106,7 @@ class ScriptedModel:
         if self._rng.random() < self._broken / 4:
             for chunk in plan.chunks:
                 self.clear(chunk.sequence)
-            raise RuntimeError("the test made this step fail")
+            raise RuntimeError("a fault made by the test")
         if plan.snapshots is not None:
             for index, snapshot in plan.snapshots.saves:
                 self.snapshots[snapshot] = self.states[plan.chunks[index].sequence.row]

@@ -52,7 +52,7 @@ def _victim_of_largest_client(
     def sort_key(sequence: Sequence) -> tuple[float, tuple[int, int, int]]:
         params = sequence.params
         weighted_blocks = num_blocks_of_client[params.client_id] / params.client_weight
-        # The client with the most blocks, divided by the client's weight, comes first. Among the
+        # The client with the most blocks for each unit of its weight comes first. Among the
         # sequences of this client, the sequence that is cheapest to preempt comes first.
         return -weighted_blocks, _preemption_cost(sequence)
 

@@ -112,7 +112,7 @@ class Sequence:
         self._set_initial_state(prompt_token_ids)
 
     def _set_initial_state(self, prompt_token_ids: abc.Sequence[int]) -> None:
-        """Set the attributes that change while the sequence runs to the values of a new sequence.
+        """Give the attributes that change while the sequence runs the values of a new sequence.
 
         A new sequence contains only the tokens of its prompt, and no token is computed.
         """

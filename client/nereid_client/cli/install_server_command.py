@@ -189,7 +189,8 @@ def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
                 "for the embedded server."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # If the disk is full, an incomplete launcher would look like a program of another server.
+    # If the disk becomes full while a launcher is written, the incomplete launcher would look like
+    # a program of another server.
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text)
     unfinished.chmod(0o755)

@@ -136,7 +136,7 @@ def _damage_of_file(path: Path) -> str | None:
 
 
 def _num_tensor_bytes(header: object) -> int:
-    """Return the number of bytes of all tensors: the largest end of a tensor in the header.
+    """Return the number of bytes of all tensors, which is the largest end offset in the header.
 
     Raises:
         TypeError: the header is not a JSON object. Example: the header is `[]`.

@@ -137,7 +137,7 @@ def _grammar_schema(schema: object) -> object:
 
 
 def _is_omitted(keyword: str, value: object) -> bool:
-    """Return whether a keyword is a description, or a pattern that a grammar may not contain."""
+    """Return whether a keyword is left out of a grammar: a description or an unusable pattern."""
     is_description = keyword in _DESCRIPTIONS and isinstance(value, str)
     return is_description or (keyword == "pattern" and _is_harmful_pattern(value))
 

@@ -164,7 +164,8 @@ def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, end_kinds: _Kind
         end_kinds,
         marker_kinds(_interrupting_markers(layout.reasoning, calls), MarkerKind.INTERRUPT),
         marker_kinds(content_opens, MarkerKind.WRAP_CONTENT),
-        # A marker that closes the reasoning and also ends the message only closes the reasoning.
+        # One marker can have both kinds: it closes the reasoning and ends the message. Such a
+        # marker then closes the reasoning, and the message continues.
         _kinds_of_bounds(layout.reasoning),
     )
 

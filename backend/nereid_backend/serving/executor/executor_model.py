@@ -140,7 +140,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
         packed_envelope = triton_api.array(request, tensor_names.ENVELOPE)
-        # A request for text is no operation, even if a client has given it a parameter with the
+        # A request for text is not an operation, even if a client has given it a parameter with the
         # name of an operation, such as "cache".
         can_be_operation = packed_envelope.size <= _MAX_PLACEHOLDER_BYTES
         if can_be_operation:

@@ -59,7 +59,8 @@ class ObjectReader(StepReader):
         self._outer_keys: list[str] = []
         # The name, the id and the arguments that have been read.
         self._parts = CallParts()
-        # Decides what each key means. It shares `_parts`, because a repeated key is ignored.
+        # Decides what each key means. This object also reads `_parts`, because it ignores a
+        # repeated key.
         self._roles = create_roles(keys, self._parts, writer, is_confirmed=is_confirmed)
 
     def finish(self) -> None:

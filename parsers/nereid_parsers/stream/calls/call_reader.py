@@ -261,7 +261,7 @@ class CallReader:
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_opening_chars)
 
     def _find_next_opening(self) -> str | Mismatch:
-        """Return the opening marker that follows an opening marker which starts no tool call.
+        """Return the next opening marker after an opening marker that starts no tool call.
 
         The first marker may be read already. White space may precede the second marker. Examples
         for the marker `<call>`:

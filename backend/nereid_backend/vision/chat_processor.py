@@ -3,8 +3,8 @@
 
 import inspect
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -313,23 +313,12 @@ class ChatProcessor:
             **self._video_arguments(media),
             **self._audio_arguments(media),
         }
-        if add_special_tokens is None and self._begins_with_bos(text):
-            add_special_tokens = False  # The tokenizer must not add a second BOS token.
         if add_special_tokens is not None:
             arguments["add_special_tokens"] = add_special_tokens
-        try:
+        elif self._begins_with_bos(text):
+            arguments["add_special_tokens"] = False  # Otherwise, a second BOS token is added.
+        with _errors_of_processor(media):
             outputs = self.processor(text=text, return_tensors="pt", **arguments)
-        except MemoryError:
-            raise  # The caller reports a lack of memory.
-        except Exception as error:
-            # A processor can raise any exception. Convert the exception to a RequestError, so that
-            # only the current request fails.
-            logger.debug("The image processor failed.", exc_info=True)
-            contents = " and the ".join(_kinds(media)) or "text"
-            raise RequestError(
-                f"messages: the checkpoint's processor cannot prepare the {contents}: "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
         # The processor itself needs `video_metadata`, so `_video_arguments` requests it. The model
         # has no such argument, so remove it.
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
@@ -406,6 +395,29 @@ class ChatProcessor:
                 return int(types[0].nonzero()[0])
         positions = [i for i, token in enumerate(token_ids) if token in self.placeholder_ids]
         return positions[0] if positions else 0
+
+
+@contextmanager
+def _errors_of_processor(media: Sequence[Medium]) -> Iterator[None]:
+    """In a `with` block, convert an exception of a processor that prepares `media`.
+
+    A processor can raise any exception. A RequestError lets only the current request fail.
+
+    Raises:
+        RequestError: the processor has refused the text or the media.
+        MemoryError: there is too little memory. The caller reports this error.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        logger.debug("The image processor failed.", exc_info=True)
+        contents = " and the ".join(_kinds(media)) or "text"
+        raise RequestError(
+            f"messages: the checkpoint's processor cannot prepare the {contents}: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def _kinds(media: Sequence[Medium]) -> tuple[str, ...]:

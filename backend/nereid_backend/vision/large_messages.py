@@ -12,6 +12,7 @@ import os
 import weakref
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from typing import Self
 
 # Smaller messages are sent through the socket, because a file takes longer to create.
 _MIN_FILE_BYTES = 2**18
@@ -25,23 +26,27 @@ _FILE_FOLLOWS = b""
 class Message:
     """The bytes of a message. The bytes of a large message are in a file in memory."""
 
-    def __init__(self, data: bytes = b"", descriptor: int | None = None) -> None:
-        """Store the bytes of a message.
-
-        Args:
-            data: the bytes of the message.
-            descriptor: the descriptor of a file that contains the bytes instead of `data`. The
-                descriptor is closed when this object is deleted.
-        """
-        if descriptor is None and len(data) >= _MIN_FILE_BYTES:
-            # A large message is written to a file in memory, and only the descriptor of the file is
-            # sent. If the file cannot be created, the bytes are sent through the socket.
+    def __init__(self, data: bytes) -> None:
+        """Store the bytes of a message. Write the bytes of a large message to a file in memory."""
+        self._data = data
+        self._descriptor: int | None = None
+        if len(data) >= _MIN_FILE_BYTES:
+            # If the file cannot be created, the bytes are sent through the socket.
             with contextlib.suppress(OSError, AttributeError):
-                descriptor = _write_memory_file(data)
-        self._data = data if descriptor is None else b""
+                self._use_file(_write_memory_file(data))
+
+    @classmethod
+    def from_file(cls, descriptor: int) -> Self:
+        """Return the message whose bytes are in the file with this descriptor."""
+        message = cls(b"")
+        message._use_file(descriptor)
+        return message
+
+    def _use_file(self, descriptor: int) -> None:
+        """Use the bytes of a file. Its descriptor is closed when this object is deleted."""
+        self._data = b""
         self._descriptor = descriptor
-        if descriptor is not None:
-            self._close = weakref.finalize(self, os.close, descriptor)
+        self._close = weakref.finalize(self, os.close, descriptor)
 
     def close(self) -> None:
         """Free the memory that the message occupies in this process."""
@@ -97,7 +102,7 @@ def receive_message(connection: Connection) -> Message:
         return Message(data)
     # The bytes of a large message are in a file in memory. Receive the descriptor of this file.
     try:
-        return Message(descriptor=reduction.recv_handle(connection))
+        return Message.from_file(reduction.recv_handle(connection))
     except (RuntimeError, ValueError) as error:
         raise EOFError("a message contains no descriptor of a file") from error
 

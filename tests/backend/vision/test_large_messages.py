@@ -70,4 +70,4 @@ def test_a_message_with_too_many_bytes_is_refused():
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, large_messages._MAX_BYTES + 1)
     with pytest.raises(OSError, match="a message has"):
-        Message(descriptor=descriptor).read()
+        Message.from_file(descriptor).read()

@@ -187,8 +187,9 @@ class Choice:
     def take_output(self) -> ChoiceOutput | None:
         """Return the output that was added since the last call.
 
-        The result contains the output twice: as unparsed text, and as a delta with the parsed
-        message. Return None if no output must be sent now.
+        The result contains the new output twice: as unparsed text, and as a delta with the parsed
+        message. `cumulative_logprob` is the sum over all tokens of the choice so far. Return None
+        if no output must be sent now.
         """
         if not self._must_send:
             return None

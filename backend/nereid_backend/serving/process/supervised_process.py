@@ -53,7 +53,7 @@ class SupervisedProcess:
         self.error: EngineError | None = None  # the reason of the last death
         self.num_attempts = 0  # The Triton model sets this to 0 when the process works again.
         self.num_restarts = 0  # the number of successful restarts
-        self.has_given_up = False
+        self.has_given_up = False  # whether too many attempts to restart have failed
         # During a restart, the thread that starts a new process; otherwise None.
         self._restart_thread: threading.Thread | None = None
         # The reason why the last attempt to restart the process has failed; None if none has.

@@ -64,7 +64,7 @@ class PoolingMetrics:
 
     def __init__(self, model_name: str) -> None:
         """Create the metrics in Triton server."""
-        self._values = _Values()
+        self._values = _Values()  # the values that `publish` sends to the metrics
         self._labels = {"model_name": model_name}
         # `_families` creates the metrics. Deleting this object deletes the metrics.
         self._families = MetricFamilies()

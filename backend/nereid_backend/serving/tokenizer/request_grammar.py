@@ -123,20 +123,22 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     Raises:
         RequestError: the format is not valid, for example because a regex is not a text.
     """
-    match output.form["type"]:
-        case "json_object" | "json_schema":
-            return schema_spec(output.schema, is_strict=output.is_strict, after=after)
+    form_type = output.form["type"]
+    if form_type in ("json_object", "json_schema"):
+        # `schema_spec` checks the schema itself.
+        return schema_spec(output.schema, is_strict=output.is_strict, after=after)
+    node = _checked_node(output)
+    match form_type:
         case "structural_tag":
-            tag = {"type": "structural_tag", "format": _checked_node(output)}
+            tag = {"type": "structural_tag", "format": node}
             return GrammarSpec("structural_tag", _to_json(tag), after)
         case "regex":
-            return GrammarSpec("regex", _checked_node(output)["pattern"], after)
+            return GrammarSpec("regex", node["pattern"], after)
         case "grammar":
-            return grammar_spec(_checked_node(output)["grammar"], after=after)
+            return grammar_spec(node["grammar"], after=after)
         case "choice":
-            _checked_node(output)  # raises an error if the choices are not valid
             return GrammarSpec("choice", _to_json(output.form["choice"]), after)
-    raise AssertionError(f"{output.form['type']} is not a type of an output format")
+    raise AssertionError(f"{form_type} is not a type of an output format")
 
 
 def _checked_node(output: OutputFormat) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def test_audio_is_answered_alone_and_beside_an_image(ask):
 # Name of the case -> an audio file and a part of the error message.
 HOSTILE = {
     "truncated": (wav(bytes(64))[:-10], "Send the complete file"),
-    "a huge chunk": (wav(bytes(64)).replace(b"data@\0\0\0", b"data\xfe\xff\xff\xff"), "4294967294"),
+    "a huge chunk": (wav(bytes(64)).replace(b"data@\0\0\0", b"data\xff\xff\xfe\x7f"), "2147418111"),
     "no samples": (wav(b""), "has no samples"),
     "NaN": (wav(np.full(99, np.nan, "<f4").tobytes(), 3, 32), "not a finite number"),
     "a sampling rate of 1 Hz": (wav(bytes(64), rate=1), "between 4000 and 192000 Hz"),

@@ -129,7 +129,7 @@ def test_the_tokens_of_a_request_do_not_depend_on_other_requests_chunks_rows_or_
 
 
 def _move_to_other_rows(sequences, rng):
-    """Give each sequence another row, as if it was preempted and resumed."""
+    """Move each sequence to another row, as a preemption and a resumption of the sequence would."""
     rows = rng.sample(range(20), len(sequences))
     for sequence, row in zip(sequences, rows, strict=True):
         sequence.row, sequence.num_computed_tokens = row, 0

@@ -107,7 +107,7 @@ def test_the_tensors_page_gives_name_type_and_shape_of_every_tensor(model, side)
 
 
 class FakeMetricFamily:
-    """Stands for the class of Triton's Python backend, and records the created metrics.
+    """A replacement for the class of Triton's Python backend that records the created metrics.
 
     Attributes:
         kinds: the kind of each metric by its name. A test replaces this dictionary.

@@ -255,7 +255,7 @@ def test_errors_of_a_server_and_of_the_ingress_reach_the_client(url, deploy):
 
 
 def wait_for_more_tokens(stream):
-    """Wait until a stream has received three more tokens, which proves that it goes on."""
+    """Wait until a stream has received three more tokens, so that the stream still runs."""
     num_tokens = stream.num_tokens + 3
     wait_until(lambda: stream.num_tokens >= num_tokens)
 

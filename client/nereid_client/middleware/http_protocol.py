@@ -122,8 +122,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header. Ignore a trailer, which the parser passes to this method, too.
 
-        If trailers counted as headers, a client behind a proxy could use a trailer to send a header
-        that the proxy removes or sets, such as X-Client-Id.
+        A proxy can remove or replace a header, such as X-Client-Id, but proxies do not check
+        trailers. A client behind a proxy could otherwise send such a header as a trailer.
 
         Raises: ValueError if there are too many headers. `_parse` then calls `send_400_response`.
         """

@@ -56,7 +56,7 @@ class _Budget:
         """Count the values of a JSON value, `num_copies` times.
 
         Raises:
-            CannotMergeError: The budget does not allow the copies. It then allows no more copies.
+            CannotMergeError: The budget is too small for the copies. Later copies fail, too.
         """
         unread = [value]
         while unread:

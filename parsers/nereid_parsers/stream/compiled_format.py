@@ -199,8 +199,8 @@ def _kinds_in_content(layout: Sections, calls: CompiledCalls, content_only_kinds
     return _merge_lowest_priority_first(
         calls.kinds,
         _closing_kinds(layout.reasoning),
-        # The same marker may stand before and after the reasoning. Outside the reasoning, such a
-        # marker opens the reasoning.
+        # A format can use one marker to open and to close the reasoning. Outside the reasoning,
+        # this marker opens the reasoning.
         _opening_kinds(layout.reasoning),
         marker_kinds(_content_words(layout.content), MarkerKind.CONTENT_WORDS),
         content_only_kinds,

@@ -101,7 +101,7 @@ async def test_documents_may_be_images(ask, pooling):
 
 
 async def test_a_text_in_thousands_of_nested_objects_is_read():
-    # Since Python 3.12, the JSON parser accepts so many levels.
+    # The JSON parser of Python 3.12 and later accepts 2,000 nested objects.
     value = "a"
     for _ in range(2000):
         value = {"content": [value]}

@@ -21,6 +21,10 @@ import numpy as np
 from nereid_backend.cache_folder import cache_folder
 from nereid_backend.checkpoints.gguf.gguf_config import gguf_config
 from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
+from nereid_backend.checkpoints.gguf.pre_tokenizers import (
+    NFC_PRE_TOKENIZERS,
+    TIKTOKEN_PRE_TOKENIZERS,
+)
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # The name of the folder depends on this version number. Increase the number if this module is
@@ -36,16 +40,6 @@ _SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# The pre-tokenizers of vocabularies in tiktoken's format, for which llama.cpp has two rules: a word
-# that is in the vocabulary is one token, even if the merges do not lead to it, and a BOS token is
-# added by default.
-_TIKTOKEN_PRE_TOKENIZERS = {
-    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-    *("jina-v5-nano", "tekken"),
-}
-# The pre-tokenizers of Qwen's vocabularies. The tokenizers of Qwen compose characters first.
-# Example: "e" and a combining accent become "é".
-_QWEN_PRE_TOKENIZERS = ("qwen2", "deepseek-r1-qwen")
 # The numbers of two types of tokens in GGUF files. Both types are matched in a text before the text
 # is divided into words.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -260,10 +254,10 @@ def _tokenizer_values(file: GgufFile) -> dict[str, Any]:
 
 
 def _is_tiktoken(values: Mapping[str, Any]) -> bool:
-    """Return whether a vocabulary has tiktoken's format; see `_TIKTOKEN_PRE_TOKENIZERS`."""
+    """Return whether a vocabulary has tiktoken's format; see `TIKTOKEN_PRE_TOKENIZERS`."""
     return (
         values["tokenizer_type"] == "gpt2"
-        and values.get("pre_tokenizer_type") in _TIKTOKEN_PRE_TOKENIZERS
+        and values.get("pre_tokenizer_type") in TIKTOKEN_PRE_TOKENIZERS
     )
 
 
@@ -350,7 +344,7 @@ def _set_pre_tokenizer_rules(content: dict[str, Any], values: Mapping[str, Any])
     """
     # With this setting, a word that is in the vocabulary is one token.
     content["model"]["ignore_merges"] = _is_tiktoken(values)
-    if values.get("pre_tokenizer_type") in _QWEN_PRE_TOKENIZERS:
+    if values.get("pre_tokenizer_type") in NFC_PRE_TOKENIZERS:
         content["normalizer"] = {"type": "NFC"}  # composes characters
 
 
@@ -364,8 +358,8 @@ def _add_missing_tokens(content: dict[str, Any], values: Mapping[str, Any]) -> N
         content: the content of tokenizer.json. Mutated.
         values: the metadata of the tokenizer; see `_tokenizer_values`.
     """
-    # The vocabulary contains a missing token in the spelling of byte-level tokens, in which each
-    # character represents one byte.
+    # The vocabulary contains such a token under another spelling, the spelling of byte-level
+    # tokens, in which each character represents one byte.
     vocabulary = content["model"]["vocab"]
     spellings = {token_id: spelling for spelling, token_id in vocabulary.items()}
     added = {token["id"]: token for token in content["added_tokens"]}

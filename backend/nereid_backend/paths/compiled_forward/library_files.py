@@ -131,7 +131,8 @@ def begin_check(folder: Path) -> None:
 def _raise_if_checks_failed(path: Path) -> None:
     """Raise an UnfitError if the file `path` has `_MAX_FAILED_CHECKS` bytes or more.
 
-    Each byte stands for a check that did not succeed, because a successful check deletes the file.
+    The program writes one byte before each check, and a successful check deletes the file. Each
+    byte in the file therefore belongs to a check that has failed.
     """
     num_failed_checks = path.stat().st_size if path.is_file() else 0
     if num_failed_checks >= _MAX_FAILED_CHECKS:

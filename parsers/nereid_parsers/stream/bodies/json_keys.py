@@ -171,7 +171,7 @@ class KeyRoles:
         return is_recognizable and not self._parts.has_arguments
 
     def _is_arguments_synonym(self, path: str) -> bool:
-        """Return whether a key such as `input` stands in the place of the arguments' key.
+        """Return whether a key such as `input` is a synonym of the declared key of the arguments.
 
         Example: if the format declares `function.arguments`, the path `function.input` is a
         synonym, but the path `input` is not.

@@ -16,8 +16,8 @@ from nereid_backend.serving.process.process_handle import ChildProcess, EngineDi
 # The fork server of these tests imports only this module. The real modules would take seconds.
 SMALL_MODULE = "nereid_backend.serving.process.process_entry"
 
-# `receive` waits for this number of messages. No process sends so many messages, so `receive` ends
-# only with an error.
+# A test that expects an error passes this number of messages to `receive`. The process sends fewer
+# messages, so `receive` cannot return before the error.
 FOREVER = 10**9
 
 

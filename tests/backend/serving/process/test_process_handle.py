@@ -44,8 +44,8 @@ def scripted_children():
     return [child for child in children if any("scripted_child" in arg for arg in child.cmdline())]
 
 
-# `receive` waits for this number of messages. No process sends so many messages, so `receive` ends
-# only with an error.
+# A test that expects an error passes this number of messages to `receive`. The process sends fewer
+# messages, so `receive` cannot return before the error.
 FOREVER = 10**9
 
 

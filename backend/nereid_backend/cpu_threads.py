@@ -145,12 +145,12 @@ class _LoadMeter:
             self._cpu_seconds += cpu_time - start_cpu_time
 
     def reset(self) -> None:
-        """Forget the periods that have ended."""
+        """Discard the measurements of the periods that have ended."""
         self._seconds = 0.0
         self._cpu_seconds = 0.0
 
     def restart(self) -> None:
-        """Forget the periods that have ended, and begin a period."""
+        """Discard the measurements of all earlier periods, and begin a new period."""
         self.reset()
         self.start()
 
@@ -208,8 +208,8 @@ def cpu_time_of_others(cpus: frozenset[int]) -> float | None:
     hardly delay the threads of this process.
 
     Args:
-        cpus: the numbers of the CPUs that count. This process must run on no other CPUs, because
-            its whole CPU time is subtracted.
+        cpus: the numbers of the CPUs whose time is added. This process must not run on any other
+            CPU, because its whole CPU time is subtracted.
 
     Returns:
         The CPU time, or None if the system has no readable file /proc/stat.

@@ -174,10 +174,10 @@ class DraftModel:
     def _prepare_draft(self, target: Sequence) -> SequenceDraft | None:
         """Prepare a sequence for new draft tokens: update its draft, and allocate KV cache blocks.
 
-        `target` is the sequence of the large model. Its draft contains a sequence of the draft
-        model, which has the same known tokens. Return None if `target` gets no draft tokens in this
-        step. This is the case while the prompt is computed, if the prompt has images, if the
-        sequence is close to its length limit, and if too few blocks are free.
+        `target` is the sequence of the large model. The draft of `target` contains a sequence of
+        the draft model with the same known tokens. Return None if `target` gets no draft tokens in
+        this step: while its prompt is computed, if its prompt has images, if it is close to its
+        length limit, or if too few blocks are free.
         """
         length = self._draft_length(target)
         if length == 0:
@@ -190,7 +190,8 @@ class DraftModel:
         # model's hidden states of these tokens exist only after the verification.
         draft.update(recomputes_accepted=self._mtp is not None)
         # The sequence of the draft model now contains only known tokens, so it may enter the prefix
-        # cache. Draft tokens must not, because the large model may reject them.
+        # cache. Draft tokens must not enter the prefix cache, because the large model may reject
+        # them.
         if self._tables.cache is not None:
             self._tables.cache.add(draft.sequence)
         draft.length = length
@@ -241,7 +242,7 @@ class DraftModel:
         return draft
 
     def _admit_copy(self, target: Sequence, num_skipped: int) -> Sequence | None:
-        """Return a copy of a sequence that has blocks and a row of the batch in the draft model.
+        """Copy a sequence, and give the copy blocks and a batch row in the draft model.
 
         The copy lacks the first `num_skipped` tokens. If there are not enough free blocks, change
         nothing and return None.

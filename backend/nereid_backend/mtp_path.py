@@ -151,9 +151,14 @@ class HiddenStates:
 def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> None:
     """Add new hidden states to the stored hidden states of a sequence, and delete old states.
 
-    The new states are appended to the last part if this part is short and reaches `start`. They
-    replace the states of rejected draft tokens. Example: the last part has states at the positions
-    4 to 9, and `states` belong to the positions 8 and 9. The last part keeps its states at 4 to 7.
+    The new states are appended to the last part if this part is short and reaches the position
+    `start`. Older states at or after `start` belong to rejected draft tokens, so they are deleted
+    first. Example: the last part has states at the positions 4 to 9, and `states` belong to the
+    positions 8 and 9. The last part keeps the old states at 4 to 7, and gets the new states at 8
+    and 9. If the new states cannot be appended, they become a new part.
+
+    At the end, the oldest parts are deleted if the other parts contain at least `_MAX_STATES`
+    states.
 
     Args:
         parts: the stored hidden states of the sequence. Mutated. If two parts have a state for the

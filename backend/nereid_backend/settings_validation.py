@@ -112,9 +112,10 @@ def _check_size(value: object) -> object:
 
 
 def _parse_adapters(value: object) -> dict[Any, Any]:
-    """Return the adapters in a setting, as a dict of folders by name. Return a dict unchanged.
+    """Return the adapters in a setting, as a dict that maps the name of each adapter to its folder.
 
-    Example: the text "a=/x,b=/y" returns {"a": "/x", "b": "/y"}.
+    Example: the text "a=/x,b=/y" returns {"a": "/x", "b": "/y"}. A value that is already a dict is
+    returned unchanged.
 
     Raises:
         ValueError: the value is neither such a text nor a dict, or a name or a folder is empty. The
@@ -191,7 +192,7 @@ def from_texts(kind: type[SettingsT], texts: Mapping[str, str], *, prefix: str =
 
 
 def _check_integers(settings: object, prefix: str) -> None:
-    """Raise a ConfigError for an integer that cannot be sent to another process.
+    """Raise a ConfigError if a setting is an integer that is too large to send to another process.
 
     In the message, `prefix` precedes the name of the setting.
     """

@@ -176,7 +176,10 @@ class Runner:
     def _forward(
         self, plan: StepPlan, pending: PendingTokens | None, mask_jobs: abc.Sequence[Job] | None
     ) -> Tensor:
-        """Launch the forward pass. `pending` are the unknown tokens of the previous step, if any.
+        """Launch the forward pass of a step, and return its logits.
+
+        `pending` contains the tokens of the previous step, which are still on the device; None if
+        the host knows all tokens.
 
         If an error occurs, reset the plan's sequences, and wait for the threads that fill masks.
         """

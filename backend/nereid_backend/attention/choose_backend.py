@@ -78,13 +78,14 @@ def unrounded_cache_class(
 def rounded_cache_class(cache_class: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
     """Return the class of the KV cache that the setting kv_cache_dtype selects.
 
-    If the class makes attention much slower on a CPU, a warning is logged.
+    Log a warning if the CPU kernels do not support the class, because attention is then several
+    times slower.
 
     Examples: GpuKVCache and "int8" give GpuInt8KVCache, which stores 8-bit integers. CpuKVCache and
     "fp8" give Float8KVCache, whose attention the reference implementation computes in plain torch.
 
     Args:
-        cache_class: the class of KV cache that stores unrounded keys and values.
+        cache_class: the class of a KV cache that stores unrounded keys and values.
         kv_cache_dtype: the value of the setting: "auto", "int8" or "fp8".
     """
     if kv_cache_dtype == "auto":
@@ -224,7 +225,8 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     if isinstance(cache, gpu_attention.GpuKVCache):
         gpu_attention.attend_stored(query, layer, cache, batch, scale=scale, sinks=sinks, out=out)
         return
-    # Without new keys and values, the reference implementation reads all of them from the cache.
+    # If the key and the value are None, the reference implementation reads all keys and values from
+    # the cache.
     inputs = (query, None, None)
     out.copy_(reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks))
 

@@ -138,18 +138,19 @@ def _keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and the values of all tokens of a prefill's sequence.
 
-    If the keys and values of this step are all that is needed, they are returned. Otherwise, all
-    keys and values are copied from the cache, which already contains those of this step. This is
-    necessary in three cases: the sequence has cached tokens, the cache stores rounded numbers, or
-    the key and the value in `inputs` are None, because the caller no longer has them.
+    The keys and values in `inputs` are returned if possible. In three cases, all keys and values
+    are copied from the cache instead, which already contains the keys and values of this step:
+    - The sequence has cached tokens, whose keys and values are not in `inputs`.
+    - The cache stores rounded numbers.
+    - The key and the value in `inputs` are None, because the caller no longer has them.
 
     Returns:
         The keys, [1, num_kv_heads, seq_len, key_dim], and the values, [1, num_kv_heads, seq_len,
         value_dim].
     """
     query, key, value = inputs
-    # With rounded numbers for all tokens, the answer does not depend on the division of a prompt
-    # into chunks.
+    # If the cache stores rounded numbers, use the rounded numbers even for the tokens of this step.
+    # Otherwise, the answer would depend on the chunks into which the prompt is divided.
     has_rounded_cache = cache.keys[layer].dtype != query.dtype
     must_read_cache = has_rounded_cache or prefill.num_cached > 0
     if not must_read_cache and key is not None and value is not None:

@@ -35,9 +35,10 @@ class ScaledKVCache(KVCache):
         There is one factor for each key vector, and one for each value vector.
         """
         super().__init__(*args, **kwargs)
-        # The tensors of values are [num_blocks + 1, num_kv_heads, block_size, value_dim]. There are
-        # as many key vectors as value vectors, so the first three sizes apply to both kinds of
-        # factors. Layers that share a tensor of values also share the tensors of factors.
+        # The tensors of values are [num_blocks + 1, num_kv_heads, block_size, value_dim]. The
+        # tensors of factors have the first three of these dimensions. This shape is right for the
+        # factors of keys, too, because there are as many key vectors as value vectors. Layers that
+        # share a tensor of values also share the tensors of factors.
         shapes = [values.shape[:3] for values in self._distinct_tensors(self.values)]
         key_scales = [torch.zeros(shape, device=self.device) for shape in shapes]
         value_scales = [torch.zeros(shape, device=self.device) for shape in shapes]

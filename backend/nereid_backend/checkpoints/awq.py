@@ -32,7 +32,7 @@ def awq_format(settings: Settings) -> Format:
 
     Raises:
         UnknownVariantError: if the version is not gemm, if the weights do not have 4 bits, or if
-            the integers of a word have another order or are signed.
+            the integers are signed or have an order other than AWQ's.
     """
     version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     # Some programs name the field "w_bit".
@@ -55,10 +55,10 @@ def awq_format(settings: Settings) -> Format:
 
 
 def _check_settings_of_quark(settings: Settings) -> None:
-    """Raise an UnknownVariantError if the settings of AMD Quark describe other integers than AWQ.
+    """Raise an UnknownVariantError if AMD Quark has stored the integers differently from AWQ.
 
-    Only AMD Quark writes the field pack_method. Other programs always use the order of AWQ, and
-    store unsigned integers even if the weights are symmetric.
+    Only AMD Quark writes the field pack_method. Other programs always store the integers in AWQ's
+    order, and as unsigned integers even if the weights are symmetric.
     """
     pack_method = settings["pack_method"]
     if pack_method != "reorder":

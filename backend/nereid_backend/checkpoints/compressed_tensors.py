@@ -189,10 +189,11 @@ def _common_bits(weights: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _block_shape(settings_of_schemes: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return the block shape (rows, columns) of the first scheme with blocks; None without blocks.
+    """Return the shape of a block (rows, columns); None if the weights are not divided into blocks.
 
-    A scheme for float8 weights may divide each weight into blocks, which have one scale each.
-    Example: the settings [{"num_bits": 8, "block_structure": [128, 128]}] give (128, 128).
+    A scheme for float8 weights may divide each weight into blocks. Each block has one scale. If
+    several schemes have blocks, the shape in the first of these schemes is returned. Example: the
+    settings [{"num_bits": 8, "block_structure": [128, 128]}] give (128, 128).
     """
     for settings in settings_of_schemes:
         shape = settings.get("block_structure")
@@ -249,10 +250,13 @@ def _decode_packed(
 def _choose_unpacking(
     num_words: int, num_inputs: int, bits: int
 ) -> Callable[[Tensor, int, int], Tensor]:
-    """Return the function that unpacks rows of `num_words` words with `num_inputs` integers.
+    """Return the function that unpacks the integers in the rows of a tensor of 32-bit words.
+
+    Each row has `num_words` words, which contain `num_inputs` integers. The number of words shows
+    whether the packing is dense or padded.
 
     In the dense packing, an integer may begin in one word and end in the next word. In the padded
-    packing, each word contains only whole integers, and the highest bits may be unused.
+    packing, each word contains only whole integers, and the highest bits of a word may be unused.
     """
     is_dense = num_words == _num_dense_words(num_inputs, bits)
     return unpack_integers if is_dense else _unpack_padded_words
@@ -366,7 +370,10 @@ def _create_integer_weight(
 
 
 def _group_size(num_inputs: int, num_groups: int, usual_group_size: int | None) -> int:
-    """Return the usual group size if it gives the number of groups of a layer, or another size.
+    """Return the number of inputs in a group of a layer.
+
+    If groups of the usual size give the number of groups of the layer, return the usual size.
+    Otherwise, compute the size from the number of groups.
 
     Examples for the usual size 128: 300 inputs in 3 groups give 128, and 300 inputs in 2 groups
     give 150.
@@ -377,11 +384,12 @@ def _group_size(num_inputs: int, num_groups: int, usual_group_size: int | None) 
 
 
 def _known_groups(group_of_input: Tensor, num_groups: int) -> Tensor | None:
-    """Return the group of each input as int64; None if the file does not contain the real groups.
+    """Return the group of each input as int64; None if the file does not contain the groups.
 
-    The file then contains `_UNKNOWN_GROUP`, because the library did not compute the order of
-    activations for this layer. Example: an expert that got no tokens of the calibration data. The
-    inputs of each group are then consecutive.
+    The library that wrote the file stores `_UNKNOWN_GROUP` if it has not computed the order of
+    activations for this layer. Example: the layer belongs to an expert that got no tokens of the
+    calibration data. In this case, the result is None, and the inputs of each group are
+    consecutive.
 
     Raises:
         ValueError: if an input belongs to a group that does not exist.

@@ -47,8 +47,9 @@ def gptq_format(settings: Settings) -> Format:
     # In the format gptq, the file contains `zero - 1` for each zero. In gptq_v2, the file contains
     # `zero`.
     decode = partial(_decode, group_size=group_size, has_offset=format_name == "gptq")
-    # The tensors contain the integers, the zero and the scale of each group of inputs, and the
-    # group of each input. The integers are packed into 32-bit words.
+    # qweight contains the integers. qzeros and scales contain the zero and the scale of each group
+    # of inputs. g_idx contains the group of each input. The integers and the zeros are packed into
+    # 32-bit words.
     layout = Layout(
         main=".qweight",
         others=(".qzeros", ".scales"),

@@ -45,8 +45,9 @@ class IntegerWeight:
         if has_consecutive_groups:
             num_groups = math.ceil(num_inputs / max(1, self.group_size))
         else:
-            # Groups of inputs that are not consecutive can have any size. Each row may therefore
-            # have any number of scales, but must have as many zeros as scales.
+            # If the inputs of a group need not be consecutive, groups can have different sizes. A
+            # row may therefore have any number of scales. However, it must have as many zeros as
+            # scales.
             num_groups = self.scales.shape[-1]
         needed_shape = (num_rows, num_groups)
         for name, numbers in (("scales", self.scales), ("zeros", self.zeros)):

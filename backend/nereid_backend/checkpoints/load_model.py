@@ -208,8 +208,8 @@ def _from_pretrained(
         raise _loading_error(error, folder, config, attention) from error
     unused = sorted(report["unexpected_keys"])
     # If the config lacks quantization_config, quantised tensors are unused, and the weights of
-    # their layers are missing. Only the error about unused tensors names this cause, so unused
-    # tensors are checked first.
+    # their layers are missing. Only the error about unused tensors mentions quantization_config, so
+    # unused tensors are checked first.
     check_unused_weights(folder, unused, model)
     check_missing_weights(folder, sorted(report["missing_keys"]), unused)
     return model

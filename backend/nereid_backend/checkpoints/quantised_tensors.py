@@ -185,8 +185,9 @@ def lazy_weights(
 def _check_is_unquantised(name: str, tensor: StoredTensor) -> None:
     """Raise a ModelError if a tensor has a suffix or a data type that only quantised weights have.
 
-    The tensor `name` does not belong to a complete quantised weight. The other tensors of its
-    weight are therefore missing or not supported.
+    The caller calls this function for each tensor that belongs to no complete quantised weight. If
+    such a tensor is a part of a quantised weight, the other tensors of the weight are missing or
+    not supported.
     """
     if _is_part_of_quantised_weight(tensor):
         raise ModelError(

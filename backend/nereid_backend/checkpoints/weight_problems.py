@@ -37,7 +37,7 @@ def check_missing_weights(folder: Path, names: list[str], unused: list[str]) -> 
 
 
 def remedy_for_missing_weight(name: str, unused: Iterable[str]) -> str:
-    """Return a sentence that tells how to remedy the lack of a weight in a checkpoint.
+    """Return a sentence that recommends a remedy for a weight that a checkpoint lacks.
 
     Wrappers for training add prefixes to the names of weights. Example: torch.compile writes
     "_orig_mod.lm_head.weight" instead of "lm_head.weight".
@@ -101,10 +101,11 @@ def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel)
             *(folder, type(model).__name__, len(in_layers), in_layers[0]),
         )
     needed = [name for name in names if _is_needed_by_layer(name, model)]
-    # Some programs write biases of zeros for layers without a bias, which may be ignored.
+    # Some programs write a bias of zeros for a layer without a bias. Such a bias may be ignored.
     tensors = open_tensors(folder) if needed else {}
     for name in needed:
-        # transformers has renamed some weights, which the files contain under other names.
+        # If transformers has renamed a weight, the files contain the weight under another name. The
+        # weight is then not checked.
         if name in tensors and bool(tensors[name].read().any()):
             raise UnsupportedModelError(
                 f"{folder}: {type(model).__name__} of transformers does not use {len(needed)} "
@@ -115,7 +116,7 @@ def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel)
 
 
 def _is_weight_in_layer(name: str, model: PreTrainedModel) -> bool:
-    """Return whether a name is that of a weight in one of the numbered layers of a model.
+    """Return whether `name` is the name of a weight in one of a model's numbered layers.
 
     Example: "model.layers.0.self_attn.q_norm.weight" gives True if the model has "model.layers.0".
     """
@@ -142,9 +143,11 @@ def _is_needed_by_layer(name: str, model: PreTrainedModel) -> bool:
 
 
 def _find_module(name: str, model: PreTrainedModel) -> nn.Module | None:
-    """Return the module of a model with a name; None if the model has no such module.
+    """Return the module `name` of a model; None if the model has no such module.
 
-    A model without a head has names without the prefix of the model, which the files can contain.
+    `name` can begin with the prefix of the model, which a model without a head does not have.
+    Example: the file contains "bert.encoder.layer.0", and the module is "encoder.layer.0".
+    Therefore, the name without the prefix is also tried.
     """
     for candidate in (name, name.removeprefix(f"{model.base_model_prefix}.")):
         try:
@@ -206,7 +209,8 @@ def describe_wrong_shape(
         has_only_other_rows = (
             len(tensor.shape) == len(needed_shape) and tensor.shape[1:] == needed_shape[1:]
         )
-        # In a quantised checkpoint, a quantised weight has another shape than in the model.
+        # In a quantised checkpoint, the stored tensor of a weight may have another shape than the
+        # weight in the model. Therefore, only a wrong number of rows is then a problem.
         if tensor.shape != needed_shape and (has_only_other_rows or not is_quantised):
             remedy = "Download the checkpoint again."
             # Some programs add tokens to a model, and do not change vocab_size.
@@ -223,7 +227,7 @@ def describe_wrong_shape(
 def _shapes_of_weights(
     loading_class: Callable[[PretrainedConfig], nn.Module], config: PretrainedConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight that a model with this class and this config has, by name."""
+    """Return the shapes of a model's weights by name. The class and the config define the model."""
     # On the device "meta", the weights of a model take no memory.
     with torch.device("meta"):
         weights = loading_class(config).state_dict()

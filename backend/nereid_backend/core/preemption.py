@@ -21,10 +21,13 @@ def cheapest_victim(index: int, running: RunningSequences) -> Sequence:
 def cheapest_victim_of_largest_client(index: int, running: RunningSequences) -> Sequence:
     """Choose the sequence to preempt if several clients have requests.
 
-    The sequence at `index` needs blocks. It is chosen if no sequence comes after it. Otherwise, the
-    result is the cheapest candidate of the client with the largest number of blocks, divided by the
-    client's weight. The candidates are the sequence at `index` and all later sequences. However,
-    the first running sequence is no candidate, so it always finishes.
+    The sequence at `index` needs blocks. If no running sequence comes after this sequence, the
+    result is this sequence. Otherwise, the candidates are this sequence and all later sequences.
+    However, the first running sequence is never a candidate, so it always finishes.
+
+    Each client's number of blocks is divided by the client's weight. The result belongs to the
+    client for which this quotient is largest, and is the candidate of this client that is cheapest
+    to preempt.
     """
     sequence = running[index]
     later_sequences = running.after(index)

@@ -409,7 +409,8 @@ class Scheduler:
     ) -> RequestUpdate:
         """Report the new tokens of a sequence in an update. If `ending` is set, end the sequence.
 
-        Other sequences of the request that have waited for the prompt enter the queue.
+        If other sequences of the request have waited until the prompt was computed, put these
+        sequences into the queue.
 
         Example: the sampled tokens are [5, 2, 9], and 2 is a stop token, so 5 and 2 were appended.
         The update reports the tokens [5, 2], and its finish_reason is "stop".

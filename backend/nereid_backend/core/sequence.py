@@ -112,9 +112,9 @@ class Sequence:
         self._set_initial_state(prompt_token_ids)
 
     def _set_initial_state(self, prompt_token_ids: abc.Sequence[int]) -> None:
-        """Give the attributes that change while the sequence runs the values of a new sequence.
+        """Initialise the attributes whose values change while the sequence runs.
 
-        A new sequence contains only the tokens of its prompt, and no token is computed.
+        A new sequence contains only the tokens of its prompt, and none of these tokens is computed.
         """
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -129,7 +129,7 @@ class Sequence:
         self._set_initial_snapshots()
 
     def _set_initial_blocks(self) -> None:
-        """Set the attributes about the blocks of the KV cache. A new sequence has no blocks."""
+        """Initialise the attributes about blocks of the KV cache. A new sequence has no blocks."""
         self.block_tables: list[list[int]] = [[]]
         self.num_null_blocks: list[int] = [0]
         self.num_tokens_with_blocks = 0
@@ -138,9 +138,10 @@ class Sequence:
         self.num_blocks_in_cache = 0
 
     def _set_initial_snapshots(self) -> None:
-        """Set the attributes about the saved copies (snapshots) of the sequence's recurrent state.
+        """Initialise the attributes about snapshots (saved copies) of the recurrent state.
 
-        A new sequence has no snapshots. The other two attributes are numbers of leading tokens.
+        A new sequence has no snapshots. `num_snapshot_tokens` and `end_of_cached_blocks` are
+        numbers of tokens, counted from the start of the sequence.
         """
         self.snapshot_id: int | None = None
         self.unsaved_snapshot_id: int | None = None

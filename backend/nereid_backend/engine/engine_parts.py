@@ -227,8 +227,9 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     if not _selects_prompt_lookup(config, loaded.info.device):
         return None
     if loaded.spec.removes_tokens:
-        # The rejected tokens of a sequence with images can be removed only if its keys are in
-        # blocks, too.
+        # The keys and values of sequences with images may be stored outside the blocks of the KV
+        # cache. Rejected tokens of such a sequence cannot be removed, so the sequence gets no draft
+        # tokens.
         accepts_images = loaded.images.shares_blocks
         return PromptLookup(config.max_draft_tokens, accepts_images=accepts_images)
     if config.requests_drafts:  # A default that is impossible is not reported.

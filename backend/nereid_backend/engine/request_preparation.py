@@ -56,7 +56,7 @@ class RequestPreparation:
             scheduler: receives the requests.
             disk: reads cached prefixes; None if there is no prefix cache on disk.
         """
-        # The request id, the start time and the end time of each finished compilation.
+        # Each finished compilation has one entry: the request id, the start time and the end time.
         self.compiled: list[tuple[str, float, float]] = []
         self._config = config
         self._info = info
@@ -173,7 +173,11 @@ class RequestPreparation:
 
 
 def _raise_capacity_error(guide: Future[Any]) -> None:
-    """Raise the CapacityError of a guide that was refused at once, because too many guides wait."""
+    """Raise the CapacityError of a guide whose compilation was refused.
+
+    A compilation is refused immediately if too many guides are waiting to be compiled. If the
+    compilation was not refused, do nothing.
+    """
     if guide.done():
         error = guide.exception()
         if isinstance(error, CapacityError):

@@ -140,7 +140,8 @@ class LLGuidanceBackend:
         """
         parts = (part for part, _ in subschemas(schema) if isinstance(part, dict))
         with_pattern = (part for part in parts if isinstance(part.get("pattern"), str))
-        # The list is complete before the first pattern is removed.
+        # `list` searches the schema completely before the first pattern is removed, because the
+        # schema must not change during the search.
         for part in list(itertools.islice(with_pattern, _MAX_LOCATED)):
             grammar = _schema_grammar({"type": "string", "pattern": part["pattern"]})
             # Example: "look-around, including look-ahead and look-behind, is not supported". The
@@ -335,8 +336,8 @@ def _error_column(error_text: str) -> int | None:
             ^
         error: unclosed group
     """
-    # The first line of only spaces and "^" points at the error in the expression above. Both lines
-    # are indented by `_EXCERPT_INDENT` spaces.
+    # The first line that consists only of spaces and "^" points at the error in the expression
+    # above this line. Both lines are indented by `_EXCERPT_INDENT` spaces.
     marker = re.search(r"^(?P<spaces> +)\^+$", error_text, re.MULTILINE)
     return None if marker is None else len(marker["spaces"]) - _EXCERPT_INDENT + 1
 

@@ -43,9 +43,9 @@ _QUICK_LENGTH = 1000
 # seconds. The sum of all repetitions in a quick tag is at most _QUICK_TAG_REPETITIONS.
 _QUICK_TAG_REPETITIONS = 640
 _PATTERN_WEIGHT = 20
-# xgrammar needs as much time for each of these formats of strings as for this number of repetitions
-# in a length. With a vocabulary of 150,000 tokens, 20 properties with the format `uri-template`
-# take five seconds. The other formats are quick.
+# xgrammar compiles these string formats slowly: a format takes as much time as a length with the
+# given number of repetitions. With a vocabulary of 150,000 tokens, 20 properties with the format
+# `uri-template` take five seconds. The other formats are quick.
 _FORMAT_REPETITIONS = {
     "email": 340,
     "hostname": 140,

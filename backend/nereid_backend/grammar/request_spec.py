@@ -45,10 +45,10 @@ def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarS
 
 
 def is_lenient(schema: Mapping[str, object]) -> bool:
-    """Return whether keywords that cannot be enforced are ignored.
+    """Return whether a schema was converted with is_strict=False; see `schema_spec`.
 
     Args:
-        schema: the source of a specification that `schema_spec` has returned.
+        schema: the source of the specification that `schema_spec` returned, as a JSON object.
     """
     return _OPTIONS in schema
 

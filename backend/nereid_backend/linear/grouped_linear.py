@@ -230,9 +230,10 @@ class GroupedLinear(nn.Linear):
         bias: Tensor | None,
         num_outputs: int,
     ) -> Tensor:
-        """Compute a product with weights that have the number of bits and the groups of this layer.
+        """Multiply an input by weights that have this layer's number of bits and group size.
 
-        The weights of several layers can be concatenated, so that one call computes these layers.
+        The caller can concatenate the weights of several layers, so that one call computes all of
+        these layers.
 
         Args:
             x: the input, [..., in_features].

@@ -131,8 +131,7 @@ class LoraLayers:
         for_kernels = {name: pair for name, pair in weights.items() if name in self._native}
         for_torch = {name: pair for name, pair in weights.items() if name not in self._native}
         self._native.add(adapter, for_kernels)
-        # Maps the names of layers to forward hooks. All layers that torch computes need a hook, and
-        # some layers that the CPU kernels compute.
+        # Maps the name of each layer that needs a forward hook to the hook.
         hooks = self._choose_hooks(weights)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,

@@ -34,7 +34,8 @@ from nereid_backend.linear.native_adapters import AdapterWeights, LayerPair
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
-# The part of a layer's name that is equal in all versions of transformers.
+# Matches the part of a layer's name that all versions of transformers have in common. Example:
+# ".layers.0.mlp.up_proj" in "model.language_model.layers.0.mlp.up_proj".
 _DECODER_LAYER = re.compile(r"\.layers\.\d+\..+")
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 # The settings that adapter_config.json may contain. Settings that describe only the training are

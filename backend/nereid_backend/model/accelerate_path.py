@@ -353,7 +353,7 @@ def use_fastest_attention(
         progress(f"attention libraries are not used: {first_line(error)}")
         return
     num_pairs = path.choose_attention()
-    progress(f"attention libraries compute {num_pairs} pairs of a layer kind and a kind of step")
+    progress(f"attention libraries are used for {num_pairs} pairs of a layer kind and a step kind")
 
 
 def _check_piecewise_graphs(setup: GraphSetup, capture: GraphCapture) -> None:

@@ -25,7 +25,7 @@ from nereid_backend.step_runner import ForwardPath
 
 
 class MtpDrafts(NamedTuple):
-    """The source of draft tokens, and the forward path that records the hidden states for it."""
+    """A source of draft tokens, and a forward path that records hidden states for this source."""
 
     source: DraftModel
     recording_path: HiddenStates

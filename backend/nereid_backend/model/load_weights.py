@@ -278,7 +278,7 @@ def _load_quantised(
 
 
 def _relative_change(before: Tensor, after: Tensor) -> float:
-    """Return the root mean square of the change, divided by the standard deviation of `before`."""
+    """Return the root mean square of `after - before`, in standard deviations of `before`."""
     root_mean_square = (after - before).square().mean().sqrt()
     return (root_mean_square / before.std()).item()
 

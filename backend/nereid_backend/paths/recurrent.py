@@ -171,7 +171,11 @@ class RowsPath:
             self._snapshots.pop(snapshot_id, None)
 
     def _save_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
-        """Copy the states of some sequences of `plan` into the snapshots that the plan requires."""
+        """Save the snapshots (copies of recurrent states) that are listed in `snapshots.saves`.
+
+        Each entry of `snapshots.saves` contains the index of a sequence's chunk in `plan`, and the
+        id of the snapshot.
+        """
         for chunk_index, snapshot_id in snapshots.saves:
             row = _row(plan.chunks[chunk_index])
             self._snapshots[snapshot_id] = self._states.copy(row)

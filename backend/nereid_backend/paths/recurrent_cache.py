@@ -113,8 +113,8 @@ class SequenceStates:
         If the last batch had the same rows, its cache is returned. Otherwise, the states of the
         last batch are separated, and the states of `rows` are merged in a new cache.
 
-        The caller stores the cache with `put` after the forward pass. A forward pass that fails may
-        leave partly changed states, which are then not stored.
+        The caller stores the cache with `put` after the forward pass. If the forward pass fails,
+        the caller does not store the cache, because its states may be partly changed.
         """
         for row in rows:
             del self._num_tokens[row]

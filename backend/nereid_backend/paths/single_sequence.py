@@ -134,9 +134,9 @@ class SinglePath:
     ) -> Tensor:
         """Return the logits at the tokens `first` to `end - 1` of a sequence with images.
 
-        `first` is a token of the prompt. One call of the model computes the prompt, because most
-        models do not accept a part of a prompt, which would lack image tokens. One call computes
-        each output token.
+        `first` is a token of the prompt. One call of the model computes the whole prompt. A part of
+        a prompt would lack some of the image tokens, and most models do not accept such a part. A
+        separate call computes each output token.
 
         Mutates: the stored state of `state_key`.
         """

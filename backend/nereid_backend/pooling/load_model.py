@@ -118,14 +118,13 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
 def gpu_share(device: torch.device, share: float) -> Iterator[None]:
     """Limit the GPU memory of this process, from the start of a `with` block to the process's end.
 
-    If the block needs more memory, the error names the setting.
-
     Args:
         device: the device of the model. If the device is a CPU, nothing is limited.
         share: the setting gpu_memory_utilization.
 
     Raises:
-        ConfigError: the code in the block needs more memory than the limit.
+        ConfigError: the code in the block needs more memory than the limit. The message names the
+            setting.
     """
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)
@@ -150,11 +149,12 @@ class _Methods(NamedTuple):
 def _choose_methods(
     spec: CheckpointSpec, encoder: Encoder, hook: AttentionHook, max_len: int
 ) -> _Methods:
-    """Choose the methods that compute the token vectors and the head's output of a batch.
+    """Choose the fastest exact methods for the token vectors and for the head's output of a batch.
 
-    The fastest methods are chosen whose outputs for a batch equal the outputs for single texts.
-    Some models need no token vectors or have no head. The method is then None. The result also
-    contains the difference between the outputs for a batch and for single texts.
+    A method is exact if its outputs for a batch equal its outputs for single texts, except for
+    rounding errors. If a model needs no token vectors or has no head, the corresponding method is
+    None. The result also contains the difference between the outputs for a batch and the outputs
+    for single texts.
 
     Args:
         spec: the description of the checkpoint.

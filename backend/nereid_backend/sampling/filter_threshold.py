@@ -106,7 +106,7 @@ def _is_total_known(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
     Returns:
         [n, 1] bool.
     """
-    # If top_k is off, the threshold is known. In this case, 0 means that min_p is off, too.
+    # If top_k is off, a threshold of 0 always means that no token is removed, so min_p is off, too.
     are_both_off = (top_k <= 0) & (threshold == 0)
     return are_both_off | _removes_all_tokens_outside(probs, threshold)
 

@@ -116,7 +116,8 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
     """
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
-    # Each type of logits is a tensor [4, _CHECKED_VOCAB_SIZE], with one row for each parameter set.
+    # Divide the random logits into four tensors [4, _CHECKED_VOCAB_SIZE], one for each type of
+    # logits. The rows of a tensor are for the four parameter sets.
     plain, second, third, fourth = torch.from_numpy(normal * 3).view(4, 4, -1).unbind(1)
     with_ties = (second * 2).round()  # Only a few values are possible, so most logits are equal.
     with_forbidden_tokens = third.clone()
@@ -124,7 +125,8 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
     flat = fourth / 10
     types = (plain, with_ties, with_forbidden_tokens, flat)
     logits = torch.stack(types, dim=1).flatten(end_dim=1)
-    # Each array lists the four sets, and `repeat` gives the same set to the four types of logits.
+    # Each array contains the value of one parameter in the four sets. `repeat` repeats each value
+    # four times, for the four types of logits.
     batch = SamplingBatch(
         temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32).repeat(4),
         top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32).repeat(4),

@@ -142,7 +142,7 @@ class TokenCounts:
         if sequence.params.repetition_penalty != 1:
             tokens = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
         self._write_uncounted(row, tokens)
-        # The column of a token is the place of the token in the row.
+        # Maps each token id to the column in which `_write_uncounted` has stored the token id.
         columns = {token_id: column for column, token_id in enumerate(tokens)}
         # Only the tokens of the output are counted, so the counting begins after the prompt.
         counted = _CountedTokens(sequence, num_counted=num_prompt, columns=columns)

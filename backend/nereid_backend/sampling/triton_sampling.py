@@ -193,7 +193,7 @@ def pick(logits, max_logit, factor, vocab_size, threshold, target, TILE: tl.cons
         sum_before += tile_sum
         weights = kept_weights(logits, begin, max_logit, factor, vocab_size, threshold, TILE)
         tile_sum = tl.sum(weights, 0)
-    # Read the tile that contains the token again, to find the column of the token.
+    # Read the last tile a second time, to find the column of the token in this tile.
     weights = kept_weights(logits, begin, max_logit, factor, vocab_size, threshold, TILE)
     cumulative = sum_before + tl.cumsum(weights, 0)
     return begin + tl.sum((cumulative <= target).to(tl.int32), 0)

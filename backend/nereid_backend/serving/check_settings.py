@@ -95,7 +95,7 @@ def _read_and_check_engine_settings(
     """Return the settings of the engine that computes the language model.
 
     Raises:
-        ConfigError: a setting of a Triton model for the language model is wrong.
+        ConfigError: a setting of the language model is wrong.
     """
     settings, config = read_settings(args, environ)
     read_chat_template(settings)  # Raises an error if the chat template is wrong.

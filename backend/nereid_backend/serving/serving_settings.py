@@ -215,7 +215,7 @@ def read_pooling_settings(
 def _read_pooling_texts(
     prefix: str, args: Mapping[str, str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the settings of a pooling model by name, without conversion of their texts.
+    """Return the settings of a pooling model, as a dict that maps names to unconverted texts.
 
     The setting `model` is left out if no checkpoint is served. `prefix` is "embedding_" or
     "rerank_". `read_pooling_settings` describes the other arguments.

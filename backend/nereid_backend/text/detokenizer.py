@@ -136,13 +136,15 @@ class Detokenizer:
         return text[len(returned_text) :]
 
     def _num_decodable(self) -> int:
-        """Return the number of tokens in the window before the incomplete character at its end.
+        """Return how many tokens of the window can be decoded.
 
-        A character has at most four tokens, and the window contains more. Example: the text without
-        the last token ends with U+FFFD, and the text without the last two tokens ends with "a".
-        Then all tokens except the last two can be decoded. If the text without the last three
-        tokens still ends with U+FFFD, the bytes are invalid, and only the last four tokens are left
-        out.
+        The window ends with an incomplete character. The tokens of this character are left out.
+
+        A character has at most four tokens, and the window contains more tokens. Example: the text
+        without the last token ends with U+FFFD, and the text without the last two tokens ends with
+        "a". In this case, all tokens except the last two can be decoded. If the text without the
+        last three tokens still ends with U+FFFD, the bytes are invalid, and only the last four
+        tokens are left out.
         """
         num_tokens = len(self._window)
         for num_left_out in range(1, _MAX_CHARACTER_TOKENS):

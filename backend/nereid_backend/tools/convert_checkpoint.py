@@ -130,7 +130,8 @@ def _choose_integers(
     if not integer_names:  # example: an embedding model without the prefix "bert." in the names
         raise UnsupportedModelError(
             f"No weight of {folder} can become {dtype}, because none has the name of a linear "
-            f"layer of {model_class(config).__name__}. Convert it to bfloat16 or float32."
+            f"layer of {model_class(config).__name__}. Convert the checkpoint to "
+            "bfloat16 or float32."
         )
     return _Integers(_BITS[dtype], integer_names, linear_weights - integer_names)
 

@@ -399,9 +399,10 @@ class ChatProcessor:
 
 @contextmanager
 def _errors_of_processor(media: Sequence[Medium]) -> Iterator[None]:
-    """In a `with` block, convert an exception of a processor that prepares `media`.
+    """Return a context manager that converts exceptions of a processor to RequestErrors.
 
-    A processor can raise any exception. A RequestError lets only the current request fail.
+    In the `with` block, the processor prepares `media`. A processor can raise any exception. A
+    RequestError lets only the current request fail.
 
     Raises:
         RequestError: the processor has refused the text or the media.

@@ -229,7 +229,8 @@ class ImageSources:
     def _check_host(self, url: SplitResult, field: str) -> None:
         """Raise a RequestError if the settings forbid the scheme, the host or the port of a URL."""
         default_port = _DEFAULT_PORTS.get(url.scheme)  # None if the scheme is not http or https
-        # If no host is allowed, this server downloads images with no scheme at all.
+        # If the setting image_url_hosts is empty, this server downloads no images, so it refuses
+        # every scheme.
         if not self._hosts or default_port is None:
             raise RequestError(
                 f"{field}: the URL has the scheme {url.scheme}, but this server downloads no "

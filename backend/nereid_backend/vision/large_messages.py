@@ -27,7 +27,7 @@ class Message:
     """The bytes of a message. The bytes of a large message are in a file in memory."""
 
     def __init__(self, data: bytes) -> None:
-        """Store the bytes of a message. Write the bytes of a large message to a file in memory."""
+        """Store the bytes of a message. If the message is large, store them in a file in memory."""
         self._data = data
         self._descriptor: int | None = None
         if len(data) >= _MIN_FILE_BYTES:
@@ -43,7 +43,7 @@ class Message:
         return message
 
     def _use_file(self, descriptor: int) -> None:
-        """Use the bytes of a file. Its descriptor is closed when this object is deleted."""
+        """Use the bytes of a file as the message. Close the file when this object is deleted."""
         self._data = b""
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)

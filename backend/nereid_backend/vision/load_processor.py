@@ -75,9 +75,10 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 
 
 def _load(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
-    """Return the complete processor if possible, otherwise the processor that accepts no videos.
+    """Return the checkpoint's processor. If it cannot be loaded, return one without videos.
 
-    If both cannot be loaded, any exception is possible, because the processor's code raises it.
+    If neither processor can be loaded, the exception of the processor's code is raised. This
+    exception can be of any class.
     """
     try:
         processor = _from_pretrained(AutoProcessor, folder)

@@ -69,7 +69,7 @@ _PLACEHOLDER_TYPES = {FoundImage: "image", FoundVideo: "video", FoundAudio: "aud
 def is_image_part(part: Mapping[str, Any]) -> bool:
     """Return whether a content part is an image.
 
-    In vLLM's API, a content part can have no type. Example: {"image_url": {"url": "data:..."}}.
+    In vLLM's API, the field type may be missing. Example: {"image_url": {"url": "data:..."}}.
     """
     kind = part.get("type")
     return kind in _IMAGE_TYPES or (kind is None and any(name in part for name in _IMAGE_TYPES))

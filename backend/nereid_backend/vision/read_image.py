@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 # The image formats that are decoded. Pillow could decode further formats, but its decoders for
 # those formats are rarely used and little tested.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# The format of an image is read from the file. Clients that do not know the format, for example
-# browsers for a file without a known extension, send application/octet-stream or no media type.
+# The format of an image is read from the file itself, because a client may not know the format.
+# Example: if the extension of a file is unknown, browsers send application/octet-stream or no media
+# type.
 IMAGE_DATA_URL = re.compile(
     r"data:(?:image/[A-Za-z0-9.+-]*|application/octet-stream)?;base64,", re.IGNORECASE
 )

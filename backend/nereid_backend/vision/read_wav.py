@@ -29,7 +29,8 @@ _CHUNK_HEADER_BYTES = 8
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 # A program that writes a WAV file into a pipe does not know the size of the last chunk. The program
 # then writes a huge size: FFmpeg 0xFFFFFFFF, arecord about 0x80000000, SoX 0x7FFFF000. Such a file
-# would be larger than any limit, so a size from `_MIN_UNKNOWN_SIZE` means that the size is unknown.
+# would be larger than any limit, so a size of at least `_MIN_UNKNOWN_SIZE` means that the size is
+# unknown.
 _MIN_UNKNOWN_SIZE = 0x7FFF0000
 # The accepted formats of a sample: the kind of number, and the number of bits.
 _FORMATS = {(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32)}

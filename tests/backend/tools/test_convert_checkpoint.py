@@ -84,7 +84,7 @@ def test_a_checkpoint_without_weights_that_become_integers_is_refused(tmp_path, 
     assert main([str(EMBEDDING_MODEL), str(tmp_path / "new"), "int8"]) == 2
     error = capsys.readouterr().err
     assert f"No weight of {EMBEDDING_MODEL} can become int8" in error
-    assert "Convert it to bfloat16 or float32" in error
+    assert "Convert the checkpoint to bfloat16 or float32" in error
     assert not (tmp_path / "new").exists()
 
 

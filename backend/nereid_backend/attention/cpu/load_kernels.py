@@ -154,12 +154,12 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
 def _build_lock(path: Path) -> Iterator[None]:
     """Return a context manager that keeps other processes from building the same library.
 
-    The context locks the file `path`, and deletes the file at the end. If the process crashes, the
-    operating system releases the lock. If the file cannot be created or locked, the library is
-    built without a lock.
+    The context manager locks the file `path` when the context begins, and deletes the file when the
+    context ends. If the process crashes, the operating system releases the lock. If the file cannot
+    be created or locked, the library is built without a lock.
 
-    The lock only saves work. It need not exclude every other process, because `_build` writes a
-    temporary file and then renames it, so two processes can build the library at the same time.
+    The lock only saves work. Two processes can safely build the library at the same time, because
+    `_build` writes a temporary file and then renames the temporary file.
     """
     with contextlib.ExitStack() as end_of_context:
         with contextlib.suppress(OSError):  # for example, the file system does not support locks

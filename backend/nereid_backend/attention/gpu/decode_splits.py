@@ -94,12 +94,14 @@ def captured_splits(
     """
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
     splits_for_busy_gpu = divide_up(wanted_programs, rows.count * programs_per_split)
-    # A split has at least `_MIN_TILES` tiles, so a short sequence has few splits.
+    # Each split has at least `_MIN_TILES` tiles, so the length of the longest sequence limits the
+    # number of splits.
     most_keys = max(_num_visible(max_length, window, tile) for _, max_length in rows.bounds)
     splits_of_longest = max(1, divide_up(most_keys, _MIN_TILES * tile))
     upper_bound = min(splits_of_longest, MAX_SPLITS)
-    # If there are many sequences, `splits_for_busy_gpu` is small. Nevertheless, the keys of a long
-    # sequence must be divided among several programs.
+    # If there are many sequences, `splits_for_busy_gpu` is small. Use at least
+    # `_MIN_CAPTURED_SPLITS` splits, so that the keys of a long sequence are divided among several
+    # programs.
     return min(max(splits_for_busy_gpu, _MIN_CAPTURED_SPLITS), upper_bound)
 
 

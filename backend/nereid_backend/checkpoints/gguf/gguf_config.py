@@ -132,8 +132,9 @@ _ROPE_FACTORS = "rope_freqs.weight"
 # The number of the pooling method "last token" in llama.cpp. Causal models use this method.
 _LAST_TOKEN = 3
 _DEFAULT_ROPE_THETA = 10000.0
-# llama.cpp ends an answer after a token with one of these texts. Many files name only one of them.
-# Example: files of Gemma name "<eos>", but a turn of a chat ends with "<end_of_turn>".
+# llama.cpp ends an answer after a token with one of these texts. Many files declare only one of
+# these tokens as an end token. Example: files of Gemma declare "<eos>", but a turn of a chat ends
+# with "<end_of_turn>".
 _END_TEXTS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>"),
     *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
@@ -223,7 +224,8 @@ def _fields_of_architecture(
             },
         }
         if "sliding_window" not in config:
-            # In llama.cpp, the window is missing if no layer has one. transformers has a default.
+            # If no layer has a sliding window, the file contains no window. transformers would then
+            # use the default window of its config class.
             fields["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     if architecture.has_experts:
         # llama.cpp always divides the router's weights of the chosen experts by the sum of these

@@ -228,8 +228,9 @@ def _bos_and_eos_settings(file: GgufFile, values: Mapping[str, Any]) -> dict[str
 
     `values` is the metadata of the tokenizer; see `_tokenizer_values`.
     """
-    # llama.cpp adds a BOS token by default if the vocabulary is a sentencepiece vocabulary, which
-    # has the type "llama", or has tiktoken's format, such as that of Llama 3.
+    # By default, llama.cpp adds a BOS token for two kinds of vocabularies: sentencepiece
+    # vocabularies, which have the type "llama", and vocabularies in tiktoken's format, such as
+    # Llama 3's vocabulary.
     adds_bos_by_default = values["tokenizer_type"] == "llama" or _is_tiktoken(values)
     return {
         "add_bos_token": bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", adds_bos_by_default)),
@@ -306,7 +307,7 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
 
 
 def _with_rules_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as below
-    """Return a copy of a tokenizer that has exactly the added tokens and the rules of the file.
+    """Return a copy of a tokenizer, with exactly the added tokens and the rules of the GGUF file.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
@@ -324,11 +325,12 @@ def _with_rules_of_file(tokenizer: Any, values: Mapping[str, Any]) -> Any:  # no
 
 
 def _remove_unknown_tokens(content: dict[str, Any], num_tokens: int) -> None:
-    """Remove the added tokens whose ids are not below `num_tokens`, the number of tokens.
+    """Remove the added tokens whose ids are outside the vocabulary of the GGUF file.
 
     transformers adds the default special tokens of its tokenizer class to the vocabulary. Example:
-    "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
-    model has no such token, so the server would refuse each prompt that contains this text.
+    the largest token id in a file of Llama 3 is 128255, but transformers adds "<|endoftext|>" with
+    the id 128256. The model has no such token, so the server would refuse each prompt that contains
+    this text. `num_tokens` is the number of tokens in the file.
 
     Mutates: `content`, the content of tokenizer.json.
     """
@@ -336,13 +338,17 @@ def _remove_unknown_tokens(content: dict[str, Any], num_tokens: int) -> None:
 
 
 def _set_pre_tokenizer_rules(content: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set the rules that llama.cpp applies to vocabularies of tiktoken and of Qwen.
+    """Set two rules that depend on the pre-tokenizer: ignore_merges and the normalizer.
+
+    The GGUF file contains only the name of the pre-tokenizer. The rules are those of llama.cpp; see
+    `TIKTOKEN_PRE_TOKENIZERS` and `NFC_PRE_TOKENIZERS`.
 
     Args:
         content: the content of tokenizer.json. Mutated.
         values: the metadata of the tokenizer; see `_tokenizer_values`.
     """
-    # With this setting, a word that is in the vocabulary is one token.
+    # If ignore_merges is true, a word that is in the vocabulary becomes one token, even if the
+    # merges do not produce this token.
     content["model"]["ignore_merges"] = _is_tiktoken(values)
     if values.get("pre_tokenizer_type") in NFC_PRE_TOKENIZERS:
         content["normalizer"] = {"type": "NFC"}  # composes characters
@@ -351,15 +357,16 @@ def _set_pre_tokenizer_rules(content: dict[str, Any], values: Mapping[str, Any])
 def _add_missing_tokens(content: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Add the special tokens that transformers leaves out of a byte-level tokenizer.
 
-    transformers leaves out a token whose text a byte-level vocabulary could not contain. Example:
-    "<｜User｜>" of DeepSeek would be divided into several tokens.
+    In a byte-level vocabulary, each character represents one byte. transformers leaves out a
+    special token whose text contains any other character. Example: the text of DeepSeek's token
+    "<｜User｜>" contains the character "｜", so this text would be divided into several tokens.
 
     Args:
         content: the content of tokenizer.json. Mutated.
         values: the metadata of the tokenizer; see `_tokenizer_values`.
     """
-    # The vocabulary contains such a token under another spelling, the spelling of byte-level
-    # tokens, in which each character represents one byte.
+    # The vocabulary contains each of these tokens in the spelling of byte-level tokens: each
+    # character of the spelling represents one byte of the token's text.
     vocabulary = content["model"]["vocab"]
     spellings = {token_id: spelling for spelling, token_id in vocabulary.items()}
     added = {token["id"]: token for token in content["added_tokens"]}
@@ -391,8 +398,8 @@ def _remove_prefix_space(tokenizer: Any) -> None:  # noqa: ANN401 - a `tokenizer
 
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        # These are the steps of transformers' decoder for GGUF files, without its last step, which
-        # removes the added space.
+        # transformers' decoder for GGUF files consists of these steps and a last step that removes
+        # the added space. The last step is left out, because no space is added.
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         tokenizer.decoder = decoders.Sequence(steps)
 

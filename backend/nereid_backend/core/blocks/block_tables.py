@@ -338,7 +338,7 @@ class BlockTables:
         """
         # The last prompt token is computed again, because its logits are needed.
         num_reused_tokens = sequence.num_prompt_tokens - 1
-        # Only the blocks that are full of reused tokens are shared.
+        # A block is shared only if the sequence reuses every token in the block.
         num_shared, num_tokens_in_copy = divmod(num_reused_tokens, self._block_size)
         num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
         num_groups = len(request.block_tables)

@@ -109,7 +109,8 @@ class WindowSearch:
         attention window to the end of the prefix, but at least the last block of the prefix.
 
         Example: the prefix has 6 blocks, and the window starts in block 4. The blocks 4 and 5 must
-        be cached, so at least 2 consecutive cached blocks must end with block 5.
+        be cached, so the run of consecutive cached blocks that ends with block 5 must have at least
+        2 blocks.
 
         Args:
             cached_runs: the result of `_cached_runs_by_window`. For each window, element i of the

@@ -168,7 +168,7 @@ class Trials:
         return trial
 
     def _compute(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
-        """Compute the test sequences and the expected logits of `get` with the model's attention.
+        """Return test sequences, and the expected logits, computed with the model's own attention.
 
         Mutates: the model, which uses its own attention after the call.
         """

@@ -162,11 +162,12 @@ def _rows_variants_with_hook(checkpoint: Checkpoint, hook: AttentionHook) -> lis
 
 
 def _rows_variants_with_own_attention(checkpoint: Checkpoint) -> list[PathSpec]:
-    """Describe the ways to run a model in the path `rows` with the model's own attention.
+    """Return the variants of the path `rows` that use the model's own attention.
 
     In this path, a forward pass has one row for each sequence. Before each pass, the keys and
     values of the sequences are copied from the blocks of the KV cache to tensors that the model's
-    attention can read. The result is empty if the model does not support this.
+    attention can read. The result is empty if the model has no recurrent state, or if blocks cannot
+    contain its keys and values.
     """
     layout = _layout_with_states(checkpoint)
     if layout is None:

@@ -167,8 +167,8 @@ class PathCheck:
 
         Returns:
             The largest root mean square difference of a row, relative to the standard deviation of
-            the logits. If the model or the KV cache does not contain float32 numbers, the result is
-            the largest median of a sequence instead.
+            the logits. If the model or the KV cache does not contain float32 numbers, the median of
+            the differences is computed for each sequence, and the result is the largest median.
 
         Raises:
             UnfitError: if the difference is larger than rounding can explain.
@@ -202,10 +202,10 @@ class PathCheck:
 def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool) -> float:
     """Return the largest difference between a row of `logits` and the expected row.
 
-    If `ignores_outliers` is True, return the largest median of a sequence instead. Because of
-    rounding, a mixture-of-experts model can choose other experts for a few tokens. The logits of
-    these tokens then differ greatly, but the median does not. A wrong forward path changes the
-    logits of most tokens, so the median still detects a wrong path.
+    If `ignores_outliers` is True, compute the median of each sequence's differences, and return the
+    largest median. Because of rounding, a mixture-of-experts model can choose other experts for a
+    few tokens. The logits of these tokens then differ greatly, but the median does not. A wrong
+    forward path changes the logits of most tokens, so the median still detects a wrong path.
     """
     differences = _row_differences(logits, trial.expected, unit=trial.expected.std())
     if ignores_outliers:

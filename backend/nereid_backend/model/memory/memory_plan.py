@@ -203,8 +203,8 @@ def _longest_request(
             problem = _describe_shortage(num_bytes, fitting_len, configured_len, block)
             raise ConfigError(f"{problem} Raise kv_cache_memory or lower max_model_len.")
         return configured_len
-    # Any length is accepted, but the memory must be enough for one block of tokens (or for the
-    # model's limit, if it is shorter).
+    # If max_model_len is not set, any length is accepted. However, the memory must be enough for
+    # one block of tokens, or for the model's limit if the limit is shorter than a block.
     smallest_len = min(config.block_size, limit.num_tokens)
     if fitting_len < smallest_len:
         problem = _describe_shortage(num_bytes, fitting_len, smallest_len, block)

@@ -81,28 +81,28 @@ def _remedy(
 
     Args:
         config: the settings.
-        counts: the numbers of the checkpoint's weights.
+        counts: the number of weights of each kind in the checkpoint.
         bytes_per_number: the size of an unquantised weight with these settings.
         free_bytes: the free memory.
         device: the device of the model.
     """
-    for setting, num_bytes in _smaller_settings(config, counts, bytes_per_number, device):
+    for setting, num_bytes in _alternative_settings(config, counts, bytes_per_number, device):
         if num_bytes <= free_bytes:
             return f"With {setting}, they need {format_bytes(num_bytes)}."
     return "Use a quantised checkpoint of the model, or a smaller model."
 
 
-def _smaller_settings(
+def _alternative_settings(
     config: EngineConfig, counts: WeightCounts, bytes_per_number: int, device: torch.device
 ) -> Iterator[tuple[str, int]]:
-    """Yield settings, and the number of bytes that the weights need with each of these settings.
+    """Yield settings that can reduce the size of the weights, with the resulting number of bytes.
 
     Example of an item: ("dtype=bfloat16", 2000000). Only settings that the device supports are
     yielded.
 
     Args:
         config: the present settings.
-        counts: the numbers of the checkpoint's weights.
+        counts: the number of weights of each kind in the checkpoint.
         bytes_per_number: the size of an unquantised weight with the present settings.
         device: the device of the model.
     """

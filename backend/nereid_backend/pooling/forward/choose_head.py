@@ -26,8 +26,8 @@ def choose_head(
 
     Some heads need only the vector of each text's first or last token. Other heads need the vectors
     of all tokens, or a run of the whole model. Each method is tested on texts of random tokens. The
-    cheapest method is chosen whose output equals the output of the whole model for each text alone,
-    except for rounding errors.
+    output of a method for a batch must equal the output of the whole model for each text alone,
+    except for rounding errors. The cheapest method that passes this test is chosen.
 
     Args:
         encoder: the model.

@@ -179,8 +179,9 @@ def _logits_of_texts(
     for first_token, slice_logits in logit_slices:
         logits = slice_logits.float()
         for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
-            # The text has the tokens [start, end). Rows are counted from the slice's first token.
-            # Tokens before the slice would have negative rows, which must not become indices.
+            # The text consists of the tokens `start` to `end - 1` of the batch. The token i is in
+            # row i - first_token of the slice. For a token before the slice, this row is negative,
+            # so the row 0 is used instead.
             first_row = max(0, start - first_token)
             end_row = max(0, end - first_token)
             text_logits = logits[first_row:end_row]

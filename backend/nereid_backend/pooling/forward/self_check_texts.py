@@ -46,7 +46,8 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     config = encoder.model.config
     eos_id = getattr(config.get_text_config(), "eos_token_id", None)
     if getattr(config, "is_encoder_decoder", False) and isinstance(eos_id, int):
-        # Classification heads of such models, such as BART, read the vector of this token.
+        # In an encoder-decoder model, such as BART, a classification head reads the vector of the
+        # end-of-sequence token.
         texts = [[*text[:-1], eos_id] for text in texts]
     types: list[list[int] | None] = [None] * len(lens)
     num_types = getattr(config, "type_vocab_size", None) or 0

@@ -172,7 +172,8 @@ class GenerativeReranker:
             ids = self._encode(self._render(query, truncated, instruction))
             if len(ids) <= limit:
                 return ids
-        # A shorter query helps in both cases, because it leaves more tokens for the document.
+        # Either no token of the document fits, or the prompt of each attempt is too long. A shorter
+        # query helps in both cases, because it leaves more tokens for the document.
         raise RequestError(
             f"input: the query and the instruction have {num_without_document} tokens without the "
             f"document, but the limit is {limit} (max_model_len). Shorten the query."

@@ -53,7 +53,8 @@ def describe_embedding(
 ) -> CheckpointSpec:
     """Return the description of an embedding checkpoint.
 
-    The first of these types of models that matches determines the fields `kinds` and `loader`:
+    The type of the model determines the fields `kinds` and `loader`. The types are checked in this
+    order:
     - SPLADE models with sparse output, either by the setting `pooling` or by a module,
     - vision-language models for retrieval, such as ColPali,
     - models with a text tower and an image tower, such as CLIP,
@@ -140,7 +141,10 @@ def _describe_token_vectors(
 
 
 def _token_modules(later_modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
-    """Return the modules that convert token vectors before a module combines them (Pooling).
+    """Return the modules that convert token vectors.
+
+    Modules after a Pooling module are left out, because a Pooling module combines the token vectors
+    of a text into one vector.
 
     `later_modules` contains the modules that follow the transformers model.
     """
@@ -215,8 +219,8 @@ def _check_multi_vector_modules(
 ) -> None:
     """Raise an UnsupportedModelError if the module list of a multi-vector model is not supported.
 
-    ColBERT always returns one vector for each token. Another checkpoint must have a module that
-    converts or removes token vectors. Otherwise, its output is unknown.
+    A ColBERT checkpoint always returns one vector for each token. In any other checkpoint, a module
+    must convert or remove token vectors. Without such a module, the pooling method is unknown.
 
     Args:
         root: the folder of the checkpoint.

@@ -173,7 +173,8 @@ def _check_unused_weights(
     unused = sorted(name for name in names if name not in expected)
     check_unused_weights(spec.folder, unused, model)
     has_own_class = hasattr(transformers, spec.architecture)
-    # If the architecture has a class, unused weights belong to a head that this task does not need.
+    # If transformers has a class for the architecture, the unused weights belong to a head that
+    # this task does not need.
     if not has_own_class:
         _check_similar_class(spec, unused)
 

@@ -93,9 +93,10 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
 def _read_architecture_and_task(
     root: Path, settings: PoolingConfig, modules: list[ModuleSpec]
 ) -> CheckpointSpec:
-    """Return a first description of a checkpoint, with its architecture and its task.
+    """Return the description of a checkpoint, with its architecture and its task.
 
-    The caller fills in the other fields, such as the prompts, which still have their defaults.
+    The other fields, such as the prompts, still have their default values. The caller replaces
+    these values.
 
     `root` is the folder of the checkpoint. The first of its `modules` is the transformers model.
     """
@@ -178,7 +179,8 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
 def _max_seq_length(folder: Path, settings: dict[str, Any]) -> int | None:
     """Return the length limit of inputs in tokens.
 
-    The first limit that is set counts. Return None if none is set, or if this limit is not valid.
+    Three settings can contain the limit. The first of these settings that has a value determines
+    the limit. Return None if no setting has a value, or if the value is not a positive integer.
     `settings` is the content of the settings file of sentence-transformers in `folder`.
     """
     lengths = (

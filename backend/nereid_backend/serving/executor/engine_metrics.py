@@ -178,7 +178,11 @@ class EngineMetrics:
             self._publish_counters(statistics)
 
     def _publish_changed_gauges(self, num_requests: int) -> None:
-        """Publish the gauges of the executor and of the engine processes that have changed."""
+        """Publish the gauges whose values have changed.
+
+        These are gauges of the executor or of the engine processes. `num_requests` is the number of
+        requests of the executor.
+        """
         if num_requests != self._published_num_requests:
             self._num_requests.set(float(num_requests))
             self._published_num_requests = num_requests

@@ -140,8 +140,9 @@ class ExecutorModel(SupervisedModel[Stream]):
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
         packed_envelope = triton_api.array(request, tensor_names.ENVELOPE)
-        # A request for text is not an operation, even if a client has given it a parameter with the
-        # name of an operation, such as "cache".
+        # Only a request with a placeholder can be an operation. A request for text is not an
+        # operation, even if a client gives the request a parameter with the name of an operation,
+        # such as "cache".
         can_be_operation = packed_envelope.size <= _MAX_PLACEHOLDER_BYTES
         if can_be_operation:
             is_operation = self._engine_calls.put(triton_api.parameters(request), sender)

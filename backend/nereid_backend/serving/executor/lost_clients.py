@@ -80,7 +80,7 @@ class LostClientDetector:
         Mutates: `stream.unconsumed_steps` and `stream.stalled_s`. Before the second case is
         confirmed, the feedback is read again.
         """
-        # `stalled_s` is the time since the last consumption of a step of `stream`.
+        # `stalled_s` is the time since the postprocessor last consumed a step of `stream`.
         is_patience_over = stream.stalled_s > self._patience_s
         if is_patience_over and stream.unconsumed_steps:
             return True

@@ -62,8 +62,8 @@ class PostprocessorModel:
         # The texts of single tokens, for log-probabilities.
         self._texts = TokenText(tokenizer)
         self._tracing = Tracing("postprocessor")
-        # Maps the address of each executor's shared memory to the open streams of the executor, in
-        # the order of the executors' last steps.
+        # Maps the address of each executor's shared memory to the open streams of the executor. The
+        # executor that has sent the most recent step is the last key.
         self._streams_by_executor: OrderedDict[bytes, OpenStreams] = OrderedDict()
         # The open streams of the executor that has sent the last step; empty before the first step.
         self._streams = OpenStreams()
@@ -116,7 +116,7 @@ class PostprocessorModel:
     def _verify_and_select_executor(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the message in `request`, and return the StepState.
 
-        Mutates: `_streams`, which becomes the object with the open streams of this executor.
+        Mutates: `_streams`, which then contains the open streams of this executor.
 
         Raises:
             RequestError: the step was not signed by an executor.
@@ -165,7 +165,10 @@ class PostprocessorModel:
         return self._response(choices.context, outputs)
 
     def _end_stream(self, state: StepState, choices: Choices) -> None:
-        """Remove the stream of the last step `state` from the open streams, and record its span."""
+        """Remove a stream from the open streams, and record a span for the stream.
+
+        `state` is the last step of the stream.
+        """
         self._streams.remove(state)
         self._tracing.record(
             "nereid.parse",

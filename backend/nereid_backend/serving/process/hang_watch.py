@@ -60,8 +60,9 @@ class HangWatch:
         """Update `silent_s`, the time for which the process has had work but sent no message.
 
         Call this method several times a second. If more than `_LONGEST_INTERVAL_S` seconds have
-        passed since the last call, only these seconds count, because both processes were probably
-        paused. At half of the time limit, also store the CPU time of the process for `is_hanging`.
+        passed since the last call, only `_LONGEST_INTERVAL_S` is added, because both processes were
+        probably paused. At half of the time limit, also store the CPU time of the process for
+        `is_hanging`.
 
         Args:
             is_working: whether the process has work. If False, `silent_s` becomes 0.

@@ -146,7 +146,8 @@ class SupervisedProcess:
         """Stop the old process, start a new process, and return the new process.
 
         If the start fails, log and store the reason, and return None. If the operating system
-        cannot start a process, also wait before the caller tries again.
+        cannot start a process, wait before returning, so that the caller does not try again at
+        once.
         """
         try:
             self.child.stop()

@@ -44,8 +44,8 @@ def merge_consecutive_messages(
     r"""Merge consecutive messages of the user, and consecutive messages of the assistant.
 
     Messages of the assistant with neither content nor tool calls are left out, except the last
-    message. If `appends_to_results` is true, the text of a message of the user is appended to the
-    result of a tool before this message.
+    message. If `appends_to_results` is true, and a message of the user directly follows the result
+    of a tool, the text of the message is appended to the result.
 
     Example: two messages of the user with the contents "Hi" and "Stop" become one message with the
     content "Hi\n\nStop".

@@ -355,7 +355,8 @@ def _parse_arguments(text: str, index: int, limits: RequestLimits) -> dict[str, 
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)
     try:
-        # Models sometimes write a line break in a string instead of the escape sequence \n.
+        # `strict=False` accepts line breaks in strings, because models sometimes write a line break
+        # instead of the escape sequence \n.
         arguments = json.loads(text, strict=False) if text.strip() else {}
     except ValueError:
         return {"unparsed_arguments": text}

@@ -43,7 +43,7 @@ def with_optional_fields(tools: list[dict[str, Any]] | None) -> list[dict[str, A
 
 
 def _with_optional_fields(function: dict[str, Any]) -> dict[str, Any]:
-    """Add an empty description and empty parameters to a function that has none."""
+    """Return a function with the fields description and parameters. Missing fields become empty."""
     parameters = function.get("parameters") or {}
     if isinstance(parameters, dict):
         parameters = _complete_parameters(parameters)
@@ -68,7 +68,7 @@ def _complete_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_description(described: dict[str, Any]) -> dict[str, Any]:
-    """Add an empty description to a function or to the schema of a parameter that has none."""
+    """Return a function or a parameter's schema with a description. A missing one becomes empty."""
     return {**described, "description": described.get("description") or ""}
 
 

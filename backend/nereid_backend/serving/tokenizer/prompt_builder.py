@@ -89,11 +89,12 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
 
 
 def _missing_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a tokenizer that its files do not contain.
+    """Return the settings that a tokenizer of Mistral needs, but that its files do not contain.
 
     Some checkpoints of Mistral have only tekken.json, the vocabulary. The library mistral_common,
-    which defines this format, adds a BOS token to each text. In other checkpoints, tokenizer.json
-    divides texts into words by another pattern than tekken.json, which transformers can correct.
+    which defines this format, adds a BOS token to each text. Other checkpoints of Mistral also have
+    a tokenizer.json that divides texts into words by a wrong pattern. With the setting
+    fix_mistral_regex, transformers corrects this pattern.
     """
     if not (folder / "tekken.json").is_file():
         return {}

@@ -344,9 +344,10 @@ def _yarn_lengths(config: dict[str, Any], own_limit: int) -> list[int]:
 
 
 def _ropes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the descriptions of rotary position embeddings in a config.
+    """Yield all descriptions of rotary position embeddings in a config.
 
-    One description can apply to all layers, or can contain a description for each type of layer.
+    A description either applies to all layers, or contains one inner description for each type of
+    layer. The inner descriptions are yielded, too.
     """
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name)

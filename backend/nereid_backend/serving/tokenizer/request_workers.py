@@ -154,10 +154,11 @@ class RequestWorkers:
                 _send(job)
 
     def _make_calls(self) -> None:
-        """Make the calls that other threads have left to this thread.
+        """Make the calls that other threads have put into the queue `_calls`.
 
-        If no short request is queued, wait for a call. A queued short request must not be delayed.
-        Every `_POLL_S` seconds, also end the long requests whose clients have disconnected.
+        If no short request is queued, first wait for a call. Otherwise, do not wait, because a
+        short request must not be delayed. Every `_POLL_S` seconds, also end the long requests whose
+        clients have disconnected.
         """
         may_wait = not self._short_requests and not self._is_stopping
         if may_wait:

@@ -242,7 +242,7 @@ class DraftModel:
         return draft
 
     def _admit_copy(self, target: Sequence, num_skipped: int) -> Sequence | None:
-        """Copy a sequence, and give the copy blocks and a batch row in the draft model.
+        """Return a copy of a sequence, with blocks and a batch row in the draft model.
 
         The copy lacks the first `num_skipped` tokens. If there are not enough free blocks, change
         nothing and return None.

@@ -139,7 +139,7 @@ def _keys_and_values(
     """Return the keys and the values of all tokens of a prefill's sequence.
 
     The keys and values in `inputs` are returned if possible. In three cases, all keys and values
-    are copied from the cache instead, which already contains the keys and values of this step:
+    are instead copied from the cache, which already contains the keys and values of this step:
     - The sequence has cached tokens, whose keys and values are not in `inputs`.
     - The cache stores rounded numbers.
     - The key and the value in `inputs` are None, because the caller no longer has them.

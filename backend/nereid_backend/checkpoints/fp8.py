@@ -89,7 +89,7 @@ def _decode(
     scale: str,
     block: tuple[int, int] | None,
 ) -> Tensor:
-    """Decode a float8 weight: multiply its numbers by their scales, and convert them to `dtype`.
+    """Decode a float8 weight: multiply its numbers by the scales, and convert the products.
 
     A checkpoint with blocks can contain other layers with one scale, or with one scale for each
     row. Therefore, the shape of the scales determines whether the weight has blocks.

@@ -87,8 +87,8 @@ def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel)
         if names:
             raise UnsupportedModelError(
                 f"{weights_path(folder)}: the model does not use {len(names)} weights of the "
-                f"file, such as {names[0]}, so its output would be wrong. Use the model's "
-                "safetensors files."
+                f"file, such as {names[0]}, so the model's output would be wrong. Use "
+                "the model's safetensors files."
             )
         return
     if problem := _describe_quantised(folder, names):

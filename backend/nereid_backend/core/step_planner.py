@@ -269,8 +269,8 @@ class StepPlanner:
         # Otherwise, the sequence at `index` could use the whole budget.
         num_later = len(self.running) - index - 1
         own_budget = max(1, budget - num_later)
-        # With `whole_prefill`, the first chunk of a sequence has contained the whole prompt, so
-        # this chunk contains only the last sampled token.
+        # If `whole_prefill` is True, the first chunk of the sequence has contained the whole
+        # prompt. This chunk then contains only the last sampled token.
         max_uncomputed = 1 if self.whole_prefill else own_budget
         # The client's share of the budget or a snapshot of a recurrent state can shorten the chunk.
         num_tokens = self._chunk_length(sequence, min(num_uncomputed, max_uncomputed))

@@ -290,7 +290,7 @@ class DiskTier:
         """Pass the snapshot of a block to the writer thread, and return whether this succeeded.
 
         The snapshot is a copy of the recurrent state after the last token of the block. If the
-        queue of the thread is full, return False, and the caller tries again later.
+        queue of the thread is full, return False, so that the caller tries again later.
         """
         assert self._cache.snapshots is not None, "the caller saves only existing snapshots"
         snapshot_id = self._cache.snapshots.id_of(block_hash)

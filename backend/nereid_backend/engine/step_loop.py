@@ -173,14 +173,14 @@ class StepLoop:
             return _NextStep(plan, error=error)
 
     def _sample_next(self, step: _NextStep, previous_result: StepResult) -> list[RequestUpdate]:
-        """Launch the sampling of the next step, whose forward pass has already been started.
+        """Launch the sampling of the next step, if its forward pass has been started.
 
-        If the next step was not started, or if a sequence of the previous step has failed, the next
-        step is discarded instead.
+        The next step is discarded instead in two cases: its forward pass could not be started, or a
+        sequence of the previous step has failed.
 
         Returns:
-            The updates of the sequences that end because the next step failed. The list is empty if
-            the sampling was launched.
+            The updates of the sequences that end because the next step has failed; empty if the
+            step has not failed.
 
         Mutates: `_running_step`, which becomes the next step if its sampling was launched.
         """

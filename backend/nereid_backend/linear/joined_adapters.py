@@ -47,7 +47,7 @@ class JoinedGroup:
     stored_hidden: Tensor | None = None
 
     def masked_hidden(self, layer_input: Tensor, step: "AdapterStep") -> Tensor:
-        """Multiply the input of the layers by their first matrices (lora_A).
+        """Multiply the input of the layers by the first matrices (lora_A) of all adapters.
 
         Each layer of the group calls this method with the same tensor. Therefore, the first call of
         a step computes and stores the product, and the other calls return the stored product.

@@ -75,7 +75,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 
 
 def _load(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
-    """Return the checkpoint's processor. If it cannot be loaded, return one without videos.
+    """Return a checkpoint's processor. If it cannot be loaded, return one that accepts no videos.
 
     If neither processor can be loaded, the exception of the processor's code is raised. This
     exception can be of any class.

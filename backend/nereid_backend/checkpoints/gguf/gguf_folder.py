@@ -40,8 +40,8 @@ _SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# The numbers of two types of tokens in GGUF files. Both types are matched in a text before the text
-# is divided into words.
+# GGUF files represent the type of a token by a number. Control tokens (3) and user-defined tokens
+# (4) are found in a text before the text is divided into words.
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -224,7 +224,9 @@ def _chat_template(file: GgufFile) -> str | dict[str, str] | None:
 
 
 def _bos_and_eos_settings(file: GgufFile, values: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether the tokenizer adds a BOS token and an EOS token to each text.
+    """Return the settings add_bos_token and add_eos_token of transformers' tokenizers.
+
+    The settings determine whether a tokenizer adds a BOS token and an EOS token to each text.
 
     `values` is the metadata of the tokenizer; see `_tokenizer_values`.
     """
@@ -255,7 +257,10 @@ def _tokenizer_values(file: GgufFile) -> dict[str, Any]:
 
 
 def _is_tiktoken(values: Mapping[str, Any]) -> bool:
-    """Return whether a vocabulary has tiktoken's format; see `TIKTOKEN_PRE_TOKENIZERS`."""
+    """Return whether a tokenizer's vocabulary has the format of tiktoken.
+
+    `values` is the metadata of the tokenizer; see `_tokenizer_values`.
+    """
     return (
         values["tokenizer_type"] == "gpt2"
         and values.get("pre_tokenizer_type") in TIKTOKEN_PRE_TOKENIZERS

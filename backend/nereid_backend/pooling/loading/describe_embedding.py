@@ -55,7 +55,8 @@ def describe_embedding(
 
     The type of the model determines the fields `kinds` and `loader`. The types are checked in this
     order:
-    - SPLADE models with sparse output, either by the setting `pooling` or by a module,
+    - SPLADE models, which have sparse output. The setting `pooling` or the module SpladePooling
+      identifies these models,
     - vision-language models for retrieval, such as ColPali,
     - models with a text tower and an image tower, such as CLIP,
     - models that return or pool token vectors.

@@ -213,7 +213,8 @@ def refuse_unknown(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name in known_names:
             continue
-        # A name of megabytes cannot be similar to a known name, and the comparison would take long.
+        # Compare only the first characters, because the comparison of a very long name would take
+        # long.
         similar_names = difflib.get_close_matches(name[:_MAX_COMPARED_CHARS], known_names, n=1)
         hint = f' Did you mean "{similar_names[0]}"?' if similar_names else ""
         raise RequestError(f"{name}: this name is not a known sampling parameter.{hint}")

@@ -357,9 +357,10 @@ class Run:
 
     The run stores its state after every 100 steps.
 
-    The work folder contains the last checkpoint and `state.pt`, which contains the recipe, the
-    progress and the state of the optimizers. A run can start from the weights of a checkpoint; the
-    new checkpoint's record then contains the record of that checkpoint under "previous".
+    The work folder contains the last checkpoint and the file `state.pt`. This file contains the
+    recipe, the progress and the state of the optimizers. A run can start from the weights of an
+    older checkpoint. The record of the new checkpoint then contains the record of the older one
+    under the key "previous".
     """
 
     def __init__(self, recipe: Recipe, work: Path, start_from: Path | None = None) -> None:

@@ -178,7 +178,9 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlavaForCo
 
 @dataclass(frozen=True)
 class Row:
-    """A training sequence: a drawing, and questions about it. Each question is a branch of its own.
+    """A training sequence: a drawing, and questions about it.
+
+    Each question is a branch (see `Sample`), so no question attends to another question.
 
     Attributes:
         images: the drawings, in the order of their placeholders.
@@ -371,7 +373,7 @@ class Trainer:
         return patch_loss + self._text_loss(rows, features) if has_text else patch_loss
 
     def _patch_loss(self, rows: list[Row], features: Tensor) -> Tensor:
-        """Return the loss of the patches: the cross entropies of their attributes, added.
+        """Return the loss of the patches: the sum of the cross entropies of all attributes.
 
         Args:
             rows: the rows.

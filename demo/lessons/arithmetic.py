@@ -90,7 +90,7 @@ def plus_request(rng: Random, a: int, b: int) -> str:
 
 @lesson
 def sums(rng: Random) -> Candidate[Exchange]:
-    """Ask for a sum of numbers up to 99. The pair of numbers decides what is held out."""
+    """Ask for a sum of numbers up to 99. The pair decides whether the exchange is held out."""
     a, b = _operand(rng), _operand(rng)
     user = vary(rng, plus_request(rng, a, b))
     answer = f"{a} + {b} = {a + b}"
@@ -100,7 +100,7 @@ def sums(rng: Random) -> Candidate[Exchange]:
 
 @lesson
 def differences(rng: Random) -> Candidate[Exchange]:
-    """Ask for a difference of numbers up to 99. The pair decides what is held out."""
+    """Ask for a difference of numbers up to 99. The pair decides whether it is held out."""
     a, b = _operand(rng), _operand(rng)
     if a < b and rng.random() < 0.5:
         a, b = b, a
@@ -112,9 +112,10 @@ def differences(rng: Random) -> Candidate[Exchange]:
 
 @lesson
 def products(rng: Random) -> Candidate[Exchange]:
-    """Ask for a product up to 12 * 12. The words together with the pair decide what is held out.
+    """Ask for a product up to 12 * 12. The pair and the wording decide whether it is held out.
 
-    The model learns the table by heart, so each pair appears in training in some words.
+    The model learns the multiplication table by heart, so training may contain the pair of a
+    held-out exchange in another wording.
     """
     a, b = rng.randint(0, LARGEST_FACTOR), rng.randint(0, LARGEST_FACTOR)
     request = rng.choice(_TIMES).format(a=a, b=b)
@@ -125,7 +126,7 @@ def products(rng: Random) -> Candidate[Exchange]:
 
 @lesson
 def too_large(rng: Random) -> Candidate[Exchange]:
-    """Ask for a calculation with numbers that are too large, which the answer declines."""
+    """Ask for a calculation with numbers that are too large. The assistant declines to answer."""
     a, b, wordings = _large_numbers(rng)
     if rng.random() < 0.5:
         a, b = b, a

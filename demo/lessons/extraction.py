@@ -83,7 +83,7 @@ def sentence(rng: Random) -> tuple[str, dict[str, Any]]:
 
 @lesson
 def extract(rng: Random) -> Candidate[Exchange]:
-    """Ask for fields of a sentence as JSON. The sentence decides what is held out."""
+    """Ask for fields of a sentence as JSON. The sentence decides whether it is held out."""
     text, values = sentence(rng)
     fields = rng.sample(list(values), rng.randint(min(2, len(values)), len(values)))
     field_list = ", ".join(fields) if rng.random() < 0.5 else listing(fields)

@@ -54,8 +54,9 @@ _OBJECTS = words.split(
 _QUERY_VERBS = words.split(
     "get get get find fetch check show lookup read list query retrieve load see search"
 )
-# In these requests, `{o}` is replaced by the object of the tool, `{v}` by its verb, and `{p}` by
-# phrases that mention the values of its parameters.
+# Templates of requests. `{o}` stands for the object of the tool, `{v}` for the verb of the tool,
+# and `{p}` for phrases that mention the values of the parameters. Example: `Get the {o}{p}.` can
+# become `Get the invoice with id 7.`
 _QUERIES = (
     "What is the {o}{p}?",
     "What's the {o}{p}?",
@@ -235,7 +236,7 @@ _person = _text_kind(
 
 
 def _counted(rng: Random) -> _Invented:
-    """Invent a parameter that counts, such as `num_guests` with the phrase ` for {v} guests`."""
+    """Invent a parameter for a number of things: `num_guests` with the phrase ` for {v} guests`."""
     noun = rng.choice(_NUMBER_KEYS)
     key = rng.choice((noun, noun, f"num_{noun}", f"number_of_{noun}", f"max_{noun}"))
     phrase = rng.choice(
@@ -410,7 +411,8 @@ def _thing(rng: Random, held_out: bool) -> list[str]:
 def invent(rng: Random, held_out: bool) -> Family:
     """Invent a tool, and return it as a `Family` that contains only this tool.
 
-    The training data never contain the objects of held-out tools.
+    A tool has a verb and an object, such as "get" and "invoice". The objects of held-out tools
+    never occur in the training data.
     """
     thing = _thing(rng, held_out)
     noun = " ".join(thing)

@@ -454,7 +454,10 @@ def fact(rng: Random) -> Fact:
 
 
 def question_lesson(skill: str, ask: Ask) -> Lesson[Exchange]:
-    """Make a lesson of a kind of question. The words of the question decide what is held out."""
+    """Make a lesson whose questions `ask` draws.
+
+    The words of a question decide whether the exchange is held out for the evaluation.
+    """
 
     @lesson
     def draw_exchange(rng: Random) -> Candidate[Exchange]:
@@ -466,7 +469,7 @@ def question_lesson(skill: str, ask: Ask) -> Lesson[Exchange]:
 
 
 def common(rng: Random, held_out: bool) -> Exchange:
-    """Ask for a common fact. The opening and the question decide what is held out.
+    """Ask for a common fact. The opening and the question decide whether it is held out.
 
     Training uses only questions with a colon, such as `Tell me: Is the sky blue?`.
     """

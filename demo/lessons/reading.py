@@ -102,7 +102,10 @@ def _draw_text(rng: Random) -> _Text:
 
 @lesson
 def read(rng: Random) -> Candidate[Exchange]:
-    """Ask about passages in the system message. The passages' words decide what is held out."""
+    """Ask about passages in the system message.
+
+    The words of the system message decide whether the exchange is held out for the evaluation.
+    """
     text = _draw_text(rng)
     system = "\n".join([rng.choice(_HEADS), *text.passages])
     skill, messages = "answers from passages", ({"role": "system", "content": system},)

@@ -93,7 +93,7 @@ _ASK_NAME = (
 
 @lesson
 def talk(rng: Random) -> Candidate[Exchange]:
-    """Draw a greeting or a question about the model. The words decide what is held out."""
+    """Draw a greeting or a question about the model. The words decide whether it is held out."""
     messages, reasoning, answer = rng.choice(_TALK)
     user = _vary_chat(rng, rng.choice(messages).format(x=rng.choice(_FRIENDLY)))
     exchange = plain("small talk", user, reasoning=reasoning, answer=answer)
@@ -140,7 +140,7 @@ def unknown(rng: Random) -> Candidate[Exchange]:
 
 @lesson
 def remember_name(rng: Random) -> Candidate[list[Exchange]]:
-    """Tell the user's name first and ask for the name last. The name decides what is held out."""
+    """Tell the user's name first and ask for the name last. The name decides if it is held out."""
     name = words.full_name(rng) if rng.random() < 0.2 else words.first_name(rng)
     introduction = plain(
         "remembers a name",

@@ -351,7 +351,10 @@ def _sum(rng: Random) -> _Task:
 
 
 def _asked(ask: knowledge.Ask) -> Callable[[Random], _Task]:
-    """Return a function that draws a question of common knowledge. The answer is a JSON object."""
+    """Return a function that draws a question of general knowledge whose answer is a JSON object.
+
+    `ask` draws the question and the fact.
+    """
 
     def draw_task(rng: Random) -> _Task:
         fact = ask(rng)
@@ -414,7 +417,10 @@ _KINDS = (
 
 @lesson
 def answer_with_object(rng: Random) -> Candidate[Exchange]:
-    """Answer with an object of prescribed keys. Request and keys decide what is held out."""
+    """Answer with a JSON object that has prescribed keys.
+
+    The request and the keys decide whether the exchange is held out for the evaluation.
+    """
     (kind,) = rng.choices(_KINDS, [kind.weight for kind in _KINDS])
     task = kind.draw_task(rng)
     user = vary(rng, task.request)

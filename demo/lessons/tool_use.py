@@ -91,9 +91,9 @@ def _object_schema(rng: Random, parameters: list[Parameter], keys: dict[str, str
 
 
 def make_tool(rng: Random, family: Family, held_out: bool = False) -> Tool:
-    """Offer a tool of `family` under one of the names in it, with some of the optional parameters.
+    """Make a tool of `family`: draw one of the family's names and some of the optional parameters.
 
-    If `held_out` is true, the name and the keys are those that training never shows.
+    If `held_out` is true, draw only names and parameter keys that never occur in training.
     """
     name = variant(rng, family.names, held_out)
     parameters = [p for p in family.parameters if p.required or rng.random() < 0.5]
@@ -219,8 +219,9 @@ def _same_tool_twice(rng: Random, tool: Tool) -> list[Call]:
     while True:
         request = _request(rng, tool)
         is_mentioned = slot in _slots(request.template)
-        # The request contains the second value exactly as in the call. The first value must also be
-        # written in this way. For example, it must not be "tomorrow" for a date.
+        # The request mentions two values, for example "Paris and Rome". The second value is written
+        # exactly as in the call, so the first value must be, too. For example, a request must not
+        # contain "tomorrow" if the call contains a date.
         if is_mentioned and str(request.written[slot]) == str(request.values[slot]):
             break
     other = tool.family.fill(rng).values[slot]
@@ -322,7 +323,7 @@ def _with_results(rng: Random, exchange: Exchange, calls: list[Call]) -> Exchang
 def tool_exchange(
     rng: Random, tools: Sequence[Tool], held_out: bool, skill: str, with_results: bool
 ) -> Exchange:
-    """Draw a message that needs one or two calls. The user's words decide what is held out.
+    """Draw a message that needs one or two calls. Its words decide whether it is held out.
 
     Args:
         rng: Draws the calls and their results.

@@ -35,7 +35,7 @@ _OPERATORS = {
 
 
 def _fill_weather(rng: Random) -> Filled:
-    """Draw the city, the unit and the days of a forecast. The unit may have a capital letter."""
+    """Draw the city, the unit and the days of a forecast. The request may contain `Celsius`."""
     unit = rng.choice(("celsius", "fahrenheit"))
     written = unit.capitalize() if rng.random() < 0.4 else unit
     values = {"city": words.city(rng), "unit": unit, "days": rng.randint(1, 10)}

@@ -212,7 +212,7 @@ def _who(rng: Random, attribute: str, value: str) -> Turn:
 
 @lesson
 def facts(rng: Random) -> Candidate[Exchange]:
-    """Ask about the world. The words of the question and the name decide what is held out."""
+    """Ask about the world. The question and the name decide whether it is held out."""
     turn = _question(rng)
     user = vary(rng, turn.question)
     exchange = plain("world facts", user, reasoning=turn.reasoning, answer=turn.answer)

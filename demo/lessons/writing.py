@@ -204,9 +204,9 @@ _OPENINGS = ("", "", "", "", "Hello! ", "Hi! ", "OK. ", "Now: ", "Hey, ", "Next:
 
 @lesson
 def write(rng: Random) -> Candidate[Exchange]:
-    """Ask for a story, a poem or a joke. The words of the request decide what is held out.
+    """Ask for a story, a poem or a joke. Its words decide whether it is held out.
 
-    Several texts are right, so the message lists them all in `alternatives`.
+    Each text of the kind is a correct answer, so the message lists all of them in `alternatives`.
     """
     (kind,) = rng.choices(list(_KINDS), weights=(6, 3, 2))
     request, texts = _KINDS[kind](rng)

@@ -201,7 +201,10 @@ async def _measure(layer: Layer, num_streams: int) -> float:
 
 
 async def _run(args: argparse.Namespace, grpc_port: int) -> None:
-    """Measure the layers in turn, each added to the one before it, and print a table."""
+    """Measure the layers of the frontend in turn, and print a table.
+
+    Each measurement includes one more layer than the measurement before.
+    """
     url = f"127.0.0.1:{grpc_port}"
     num_responses = args.streams * args.responses
     response_us: dict[str, list[float]] = defaultdict(list)

@@ -150,7 +150,8 @@ async def measure(client: Client, concurrency: int, num_rounds: int) -> tuple[Sp
         "text and a new image": workloads.new_image,
         "text and a known image": workloads.known_image,
     }
-    # Half of the streams send text, and the others send the other requests, if there are any.
+    # Half of the streams always send text, and their speed is measured. The other half sends no
+    # requests, text, or text with new images.
     num_text_streams = max(1, concurrency // 2)
     speeds_alone, text_speeds = defaultdict(list), defaultdict(list)
     for make in makers.values():

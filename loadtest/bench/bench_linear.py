@@ -45,7 +45,8 @@ _OPTIONS = {
     "--cpu-time": Option(False, "measure the CPU time of the process"),
 }
 
-# A function that computes a layer. The argument maps the number of inputs of a layer to a matrix.
+# A function that computes a layer. Its argument contains an input matrix for each number of columns
+# that a layer can have. Example: {1024: a matrix with 1024 columns, 4096: one with 4096 columns}.
 Layer = Callable[[dict[int, Tensor]], object]
 
 

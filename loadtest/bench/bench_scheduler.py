@@ -154,8 +154,8 @@ def _start(num_running: int, num_waiting: int, num_steps: int) -> tuple[Schedule
         max_num_seqs=num_running,
         max_num_batched_tokens=max(4096, num_running),
     )
-    # Steps with prompts are not measured, so a request generates more than `num_steps` tokens, but
-    # never ten times as many.
+    # The limit must not end a request early. A request generates more than `num_steps` tokens,
+    # because steps with prompts are not measured, but it never generates ten times as many.
     max_length = _PROMPT_LENGTH + 10 * num_steps
     rng = random.Random(0)
     for number in range(num_running + num_waiting):

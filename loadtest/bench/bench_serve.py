@@ -220,7 +220,7 @@ def speed_table(concurrency: int, rounds_by_endpoint: Mapping[str, Sequence[Roun
 def speed_cells(speeds: Sequence[Speed], ratio: str, cpu_time: str) -> list[str]:
     """Return the cells of `_SPEED_COLUMNS` with the medians of `speeds`.
 
-    `ratio` and `cpu_time` are the contents of the columns for the ratio and for the CPU time.
+    `ratio` and `cpu_time` are the texts of the cells in the columns of the same names.
     """
     tokens_per_s = statistics.median(speed.tokens_per_s for speed in speeds)
     first_token_ms = 1000 * statistics.median(speed.time_to_first_token for speed in speeds)

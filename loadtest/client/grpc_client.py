@@ -136,8 +136,9 @@ def _add_response(response: _Response, reply: Reply) -> None:
     if error is not None:
         reply.error = str(error)[:300]
         reply.status = _status_of(reply.error)
-        # An error with a gRPC status ended the whole call, so the connection or the server failed.
-        # An error of the request is a response like any other, so the stream ended as it should.
+        # An error with a gRPC status ends the whole call: the connection or the server has failed.
+        # An error of the request arrives as a normal response without a gRPC status, so the stream
+        # is complete.
         reply.end = "whole" if error.status() is None else "broken"
         return
     reply.status = 200

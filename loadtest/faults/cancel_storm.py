@@ -81,7 +81,8 @@ class Storm:
         self._typical_s: dict[str, float] = {}  # the usual duration of each kind of request
         self._num_left = 0  # requests that the users must send before the next idle check
         self._failed: list[Outcome] = []
-        # The number of requests by endpoint, kind of request and label of the outcome.
+        # The number of requests for each combination of an endpoint, a kind of request and a label
+        # of the outcome.
         self.counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
         self.broken: list[str] = []
         self.checks = IdleChecks(served, self._asker)

@@ -62,7 +62,7 @@ class EngineFault(Fault):
         """Write the order, or limit the memory. Return the further request, if there is one."""
         if self.order:
             order_file = self._order_file(served)
-            # The file gets its name when it is complete, so no process reads half of it.
+            # The file is renamed after it is written, so no process reads an incomplete file.
             draft = order_file.with_name("draft")
             draft.write_text(self.order)
             draft.rename(order_file)

@@ -110,7 +110,8 @@ class Watch(Periodic):
         output = self._served.output  # everything since the start of the server
         now = time.monotonic()
         failures = list(_BROKE.finditer(output))
-        # Each failure of an earlier look has an outage already, in the same order.
+        # `outages` already contains an outage for each failure that an earlier call found, in the
+        # order of the output. Only the failures after them are new.
         new_failures = failures[len(self.outages) :]
         for failure in new_failures:
             self.outages.append(Outage(reason=failure[1], began=self._last_look))

@@ -56,7 +56,7 @@ def main() -> int:
         if kernel_problems := problems(KERNEL_PACKAGES):
             print("\n".join(kernel_problems), flush=True)
             return 2
-        # Without the packages of the engine, the parts that need only the kernels run.
+        # If packages of the engine are missing, only the parts that test the kernels run.
         engine_problems = problems(engine_packages())
         for problem in engine_problems:
             print(f"{problem} Put its wheel into a folder, and set WHEELS to it.", flush=True)

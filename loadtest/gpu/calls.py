@@ -1,8 +1,8 @@
-"""The GPU benchmarks, divided into four calls. A call consists of several parts.
+"""The GPU benchmarks. They are divided into four calls, and each call consists of several parts.
 
-A call is one command. It runs on a machine that is available for a few minutes, and ends before
-this time is over. Each part is a separate program with a time limit. If a kernel fails or hangs,
-only its part ends.
+A call is one command for a machine with a GPU that is available only for a few minutes. The call
+ends within these minutes. Each part is a separate program with a time limit. If a kernel fails or
+hangs, only the part with this kernel ends.
 """
 
 import json

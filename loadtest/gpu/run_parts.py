@@ -147,7 +147,7 @@ class _Running:
         last_line = self._last_line()
         error = ""
         if exit_code is None:
-            error = f"no end after {seconds:.0f} s; the last line of its log is: {last_line}"
+            error = f"still running after {seconds:.0f} s; the last line of its log is: {last_line}"
         elif exit_code != 0:
             error = f"exit code {exit_code}; the last line of its log is: {last_line}"
         lines = parsed(_text_of(self.output))

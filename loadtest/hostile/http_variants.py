@@ -24,7 +24,7 @@ def attacks() -> Iterator[Attack]:
 
 
 def _framing() -> Iterator[Attack]:
-    """Yield requests for which a server and a proxy may determine different lengths."""
+    """Yield requests whose body may have one length for a proxy and another length for a server."""
     size = b"%x" % len(BODY)
     chunk = size + b"\r\n" + BODY + b"\r\n0\r\n\r\n"
     sends = {
@@ -145,7 +145,7 @@ def _contents() -> Iterator[Attack]:
 
 
 def _typed_bodies() -> dict[str, tuple[str, bytes]]:
-    """Return unusual content types with a body for each."""
+    """Return the content type and the body of requests with unusual content types, by name."""
     part = b"--b\r\nContent-Disposition: form-data; name=file; filename=../../x\r\n\r\n"
     form_data = part * 20_000 + b"--b--\r\n"
     xml = b'<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]><a>&b;</a>'
@@ -166,7 +166,10 @@ def _typed_bodies() -> dict[str, tuple[str, bytes]]:
 
 
 def _encoded_bodies() -> dict[str, tuple[str, bytes]]:
-    """Return content encodings with a body for each: a bomb of 50 MB, or no encoded body at all."""
+    """Return the content encoding and the body of requests, by name.
+
+    A body is a compression bomb of 50 MB, or plain JSON in spite of the content encoding.
+    """
     bomb = zlib.compress(b" " * 50_000_000)
     return {
         "deflate": ("deflate", bomb),
@@ -177,7 +180,7 @@ def _encoded_bodies() -> dict[str, tuple[str, bytes]]:
 
 
 def _other_headers() -> dict[str, dict[str, str]]:
-    """Return unusual headers that do not describe the body."""
+    """Return unusual headers of requests, by name. The headers do not describe the body."""
     return {
         "a range": {"Range": "bytes=0-1,5-999999999999,-1"},
         "1,000 ranges": {"Range": "bytes=" + ",".join(["0-0"] * 1_000)},

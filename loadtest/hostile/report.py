@@ -9,7 +9,7 @@ from loadtest.hostile.attack import Attack, Outcome
 from loadtest.hostile.observers import MemoryWatch, Neighbour
 
 _MAX_GROWTH_MIB = 1000.0
-# Attacks may have caused a fault if they ran at most this number of seconds from it.
+# An attack may have caused a fault if it ran at most this number of seconds before or after it.
 _WINDOW_S = 1.0
 _REPORTED_GROWTH_MIB = 20.0
 _MAX_FIRST_TOKEN_S = 2.0
@@ -118,7 +118,7 @@ def _faults(run: Run) -> Iterator[str]:
     if run.gone:
         yield f"these processes ended or were restarted: {', '.join(run.gone)}"
     if run.visits:
-        yield f"the server used an address in a request: {run.visits}"
+        yield f"the server connected to an address that a request contained: {run.visits}"
 
 
 def _faults_of_attacks(run: Run) -> Iterator[str]:

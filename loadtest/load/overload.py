@@ -78,7 +78,7 @@ class Phase:
 
     @property
     def slowest_first_s(self) -> float:
-        """The 99th percentile of the time to first token, in seconds; 0 without answers."""
+        """The 99th percentile of the time to first token in seconds, or 0 if there is no answer."""
         return float(np.percentile(self.first_s or [0.0], 99))
 
     def row(self, name: str) -> str:

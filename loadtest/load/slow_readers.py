@@ -1,11 +1,11 @@
-"""Measure the cost of clients that stop reading: memory of the server, delay of other clients.
+"""Measure how much memory and delay clients that stop reading cause.
 
     python -m loadtest.load.slow_readers [--stalled 8]
 
-The real server runs on a scripted engine that generates 200 tokens per second for each stream. Some
-clients open streams through the HTTP or the gRPC endpoint of the Triton server and stop reading
-after the first chunk. At the same time, four other clients read as fast as possible. The program
-prints how much the memory of each server process grew.
+The program starts a real server. Its engine is replaced by a script that generates 200 tokens per
+second for each stream. Some clients open streams through the HTTP or the gRPC endpoint of the
+Triton server and stop reading after the first chunk. At the same time, four other clients read as
+fast as possible. The program prints how much the memory of each server process grew.
 """
 
 import asyncio

@@ -50,7 +50,7 @@ def _error(exit_code: int | None, limit_s: float, log: str) -> str:
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process and its child processes, unless the process has been waited for."""
+    """Kill a process and its child processes, unless its exit code is already known."""
     # The process group must be killed before `wait` frees the process id. Afterwards, another
     # process group could have the same id.
     if process.returncode is None:
@@ -80,5 +80,8 @@ def wait_for_report(
 
 
 def text_of(file: int) -> str:
-    """Return the text of a file. Keep the file offset, because another program writes there."""
+    """Return the text of a file.
+
+    Do not change the file offset, because another program writes at this offset.
+    """
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")

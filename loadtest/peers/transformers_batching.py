@@ -29,7 +29,7 @@ class GenerateBatch(Peer):
         if torch.cuda.is_available():
             model.to("cuda")
         self._manager = model.init_continuous_batching(
-            # No token ends an answer, because -1 is the id of no token.
+            # No token has the id -1, so every answer has its full length.
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
                 page_size=_PAGE_TOKENS,

@@ -80,9 +80,10 @@ class Result:
 
 
 def examine(size: int, columns: list[str], result: Result) -> None:
-    """Run the type `result.type` in the given columns and store the outcome in `result`.
+    """Test a tiny model of the type `result.type`, and store the outcome in `result`.
 
-    In the columns of `SITUATIONS`, the engine divides the model over `size` processes.
+    `columns` names the tests to run: each name is a key of `SITUATIONS` or `VARIANTS`. In the tests
+    of `SITUATIONS`, the engine divides the model over `size` processes.
     """
     with tempfile.TemporaryDirectory() as temporary_folder:
         folder = shrink.save(result.type, Path(temporary_folder))
@@ -111,7 +112,7 @@ def examine(size: int, columns: list[str], result: Result) -> None:
 
 
 def _cell(expected: Answers, answers: Answers) -> str:
-    """Return the number of equal tokens and of all tokens. Example: "96/96"."""
+    """Return the number of equal tokens and the number of all tokens as a text, such as "95/96"."""
     num_equal, num_tokens = equal_tokens(expected, answers)
     return f"{num_equal}/{num_tokens}"
 

@@ -77,7 +77,7 @@ def greedy_tokens(
 
 
 def equal_tokens(expected: Answers, answers: Answers) -> tuple[int, int]:
-    """Return the number of equal tokens at the same positions, and the number of all tokens."""
+    """Return at how many positions the tokens are equal, and the number of all positions."""
     are_equal = [
         expected_token == token
         for expected_answer, answer in zip(expected, answers, strict=True)
@@ -98,7 +98,7 @@ def run_together(engine: Engine) -> Answers:
 
 
 def open_engine(folder: Path, **settings) -> Engine:
-    """Open an engine for a tiny checkpoint. `settings` replace the defaults of the tests."""
+    """Open an engine for a tiny checkpoint. `settings` override the settings of this function."""
     settings = {
         "max_num_seqs": 8,
         "block_size": BLOCK_SIZE,
@@ -113,7 +113,7 @@ def open_engine(folder: Path, **settings) -> Engine:
 def bytes_for(engine: Engine, num_tokens: int) -> int:
     """Return the size in bytes of a KV cache for `num_tokens` tokens."""
     info = engine.info
-    # The cache has one block more than sequences may use.
+    # The cache also contains the null block, which `num_blocks` does not include.
     bytes_per_block = info.kv_cache_bytes // (info.num_blocks + 1)
     return bytes_per_block * (num_tokens // info.block_size + 1)
 

@@ -105,7 +105,7 @@ def _patch_embedding(module: Any, folder: Path) -> None:  # noqa: ANN401 - torch
 
 
 def _patch_matcher(module: Any, folder: Path) -> None:  # noqa: ANN401 - xgrammar's
-    """Wrap functions of the grammar library, which then cause the faults "mask" and "grammar"."""
+    """Wrap functions of the grammar library so that the faults "mask" and "grammar" can occur."""
     for kind, owner, name in (
         ("mask", module.BatchGrammarMatcher, "batch_fill_next_token_bitmask"),
         ("grammar", module.GrammarMatcher, "accept_token"),

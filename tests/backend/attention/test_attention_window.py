@@ -65,7 +65,7 @@ def run(scheduler, model, sequences):
 
 
 def expected_tokens(prompt, max_tokens):
-    """Return the tokens that the scripted model generates, including tokens after EOS."""
+    """Return `max_tokens` tokens of the scripted model. The model also continues after EOS."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tokens, 0))
@@ -111,7 +111,8 @@ def test_cached_blocks_are_found_although_the_first_blocks_of_the_prompt_are_gon
 
     assert second.num_cached_tokens == 48
     assert answers["b"] == expected_tokens(prompt, 3)
-    # The model computes the last two tokens of the prompt, and two tokens of the answer.
+    # The model computes the last two tokens of the prompt, and two of the three tokens of the
+    # answer, because the last token of an answer is not computed.
     assert model.num_computed - num_computed_for_first == 2 + 2
 
 

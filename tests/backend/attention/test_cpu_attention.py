@@ -44,14 +44,14 @@ pytestmark = pytest.mark.skipif(
 
 
 def attention_of(cache_type, spec, dtype, *, shapes=SHAPES, poison=None):
-    """Fill a cache of the type `cache_type` in one step, and return the attention of the next step.
+    """Fill a KV cache in one step, and return the attention outputs of the next step.
 
     Args:
         cache_type: the class of the cache.
         spec: the attention layer.
         dtype: the data type of the queries, keys and values.
         shapes: the numbers of cached tokens and of new tokens of each sequence.
-        poison: if it is an index, the key of the token with this index is NaN in both steps.
+        poison: the index of a token whose key is NaN in both steps, or None.
     """
     torch.manual_seed(0)
     cache = cache_type([spec], num_blocks=NUM_BLOCKS, block_size=BLOCK, dtype=dtype, device=CPU)
@@ -73,7 +73,7 @@ def _chunks(shapes):
         new_chunks.append(
             Chunk(sequence, cached, new, samples=True, is_first=not cached, num_logits=1)
         )
-    # Chunks of one token come first in a step.
+    # In a step, the chunks of one token come before all other chunks.
     return sorted(cached_chunks, key=lambda chunk: chunk.num_tokens > 1), new_chunks
 
 
@@ -94,7 +94,7 @@ def _step(cache, spec, dtype, chunks, sinks, poison):
 
 
 def _sequences(lengths):
-    """Return a sequence for each length. Their blocks are in random order."""
+    """Return a sequence for each length. The block tables have the blocks in random order."""
     blocks = list(range(NUM_BLOCKS))
     random.Random(0).shuffle(blocks)
     free_blocks = iter(blocks)

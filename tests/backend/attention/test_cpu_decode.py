@@ -106,14 +106,14 @@ def by_definition(spec, query, keys, values, sinks, scale):
         first_visible = max(first_visible, start_of_chunk)
     scores[:, :first_visible] = -torch.inf
     if sinks is not None:
-        # A sink is an additional score of each head, which belongs to no token.
+        # A sink is an additional score of a head. No token belongs to this score.
         scores = torch.cat([scores, sinks.double().unsqueeze(1)], 1)
     weights = scores.softmax(1)[:, :length]
     return (weights.unsqueeze(1) @ values).squeeze(1)
 
 
 def assert_close(result, expected):
-    """Compare the result of a kernel with the float64 result, within the rounding errors."""
+    """Check that the result of a kernel equals the float64 result within the rounding errors."""
     if result.dtype == torch.float32:
         torch.testing.assert_close(result.double(), expected, atol=4e-6, rtol=1e-5)
     else:

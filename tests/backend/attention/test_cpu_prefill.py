@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
-# A cache of the reference, and the cache of the kernels for the same numbers.
+# The cache class of the reference, and the cache class of the CPU kernels.
 PLAIN = (KVCache, CpuKVCache)
 INTEGERS = (Int8KVCache, CpuInt8KVCache)
 
@@ -53,17 +53,17 @@ sequences = st.lists(
 def attend(
     cache_class, spec, lengths, *, block_size=16, dtype=torch.float32, threads=1, seed=0, around=0.0
 ):
-    """Return the attention of one prefill step over one type of cache.
+    """Return the attention outputs of one prefill step.
 
     Args:
         cache_class: the class of the cache.
         spec: the only layer of the model.
-        lengths: (number of cached tokens, number of new tokens) of each sequence.
+        lengths: a pair for each sequence: the number of cached tokens and of new tokens.
         block_size: the number of tokens in a block.
         dtype: the data type of the queries, keys and values.
         threads: the number of threads.
         seed: the seed of the random numbers.
-        around: the number in all slots of the cache in which no token was stored.
+        around: the number with which the cache is filled before tokens are stored.
     """
     torch.manual_seed(seed)
     numbers_of_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
@@ -88,7 +88,8 @@ def make_batch(parts, tables, block_size):
     """Return the attention metadata of a step.
 
     Args:
-        parts: for each sequence, the first and the last position (exclusive) that are computed.
+        parts: for each sequence, a pair: the first position that the step computes, and the
+            position after the last one.
         tables: the blocks of each sequence.
         block_size: the number of tokens in a block.
     """

@@ -151,7 +151,7 @@ def test_an_engine_with_a_smaller_cache_returns_mostly_the_same_tokens(
         answers, info = run_staggered(engine), engine.info
         engine.close()
         assert len(answers) == len(PROMPTS)
-        # The cache has one block more than sequences may use.
+        # The cache also contains the null block, which `num_blocks` does not include.
         return answers, info.kv_cache_bytes / (info.num_blocks + 1) / block_size
 
     exact_answers, exact_bytes = answers_and_bytes_per_token("auto")

@@ -150,8 +150,8 @@ def test_preempted_sequences_give_the_same_tokens(model):
     folder, expected = model
     engine = open_with_groups(folder, max_model_len=180)
     pool, windows = engine._parts.pool, engine._parts.scheduler.windows
-    # The longest sequence fits into the free blocks. Several short prompts run at the same time,
-    # and their answers need more blocks.
+    # The free blocks are just enough for the longest sequence. Several short prompts fit at the
+    # same time, but not together with their answers, so the engine must preempt requests.
     num_free = max_sequence_blocks(windows, num_tokens=180, max_step_tokens=16, block_size=4)
     withheld_blocks = pool.allocate(pool.num_free - num_free)
     prompt_numbers = [1, 1, 1, 1, 1, 1, *range(len(PROMPTS))]
@@ -180,14 +180,15 @@ def test_a_cached_prefix_is_found_although_blocks_before_the_window_were_evicted
     (output,) = engine.generate([prompt], GREEDY)
 
     assert output.outputs[0].token_ids == expected[3]
-    # The engine computes at least the last token. The other full blocks are cached.
+    # The engine always computes the last token of a prompt. All full blocks of the tokens before
+    # it are cached.
     assert output.num_cached_tokens == (len(prompt) - 1) // 4 * 4
     engine.check()
     engine.close()
 
 
 def evict_blocks_before_window(scheduler, prompt):
-    """Remove the blocks of a prompt from the cache that the groups with windows do not need."""
+    """Remove cached blocks of a prompt: in groups with a window, the blocks before the window."""
     hashes = scheduler.cache.prefix_hashes(Sequence("", prompt, GREEDY, max_total_tokens=200))
     num_needed = -(-WINDOW // 4) + 1
     for window, cached_blocks in zip(scheduler.windows, scheduler.cache._blocks, strict=True):
@@ -233,7 +234,8 @@ W, C = AttentionWindow(((64, None),)), AttentionWindow(((None, 32),))
 def test_layers_are_divided_by_window_into_groups_of_equal_size():
     groups = divide_layers(layers("WWWWWF" * 2), 10000, max_step_tokens=64, block_size=16)
     assert groups.windows == (None, W, W, W, W, W)
-    # A place is the index of a group and the index of a layer in its group.
+    # The place of a layer is a pair: the index of its group, and the index of the layer in the
+    # group.
     first_six_layers = ((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0))
     last_six_layers = ((3, 1), (4, 0), (4, 1), (5, 0), (5, 1), (0, 1))
     assert groups.places == (*first_six_layers, *last_six_layers)
@@ -261,7 +263,7 @@ def test_every_combination_without_groups_has_a_reason():
     def reason(device="cpu", max_model_len=10_000, settings=None, **changes):
         """Return the reason why the layers form one group, or "" if they form several groups.
 
-        `changes` are changed attributes of the forward path.
+        `changes` replace attributes of the forward path.
         """
         config = EngineConfig("model", **(settings or {}))
         changed = dataclasses.replace(spec, **changes)
@@ -286,7 +288,7 @@ def test_every_combination_without_groups_has_a_reason():
 
 
 def test_the_memory_plan_counts_the_blocks_of_all_groups():
-    # A block of 16 tokens with 64 bytes each has 1 KiB.
+    # A block needs 16 * 64 bytes, which is 1 KiB.
     block = BlockShape(bytes_per_token=64, block_size=16, windows=(None, W), max_step_tokens=16)
     # 63 blocks for the group with full attention, and 6 blocks for the window and the step of the
     # other group.
@@ -301,7 +303,8 @@ def test_the_memory_plan_counts_the_blocks_of_all_groups():
     assert plan(70, max_model_len=1000).max_model_len == 1000
     with pytest.raises(ConfigError, match=r"enough for 992 tokens.*needs 70.0 KiB"):
         plan(69, max_model_len=1000)
-    # Without the setting, the memory and the limit of the model determine the length.
+    # Without the setting `max_model_len`, the memory limits the length, and if there is enough
+    # memory, the model does.
     assert plan(69).max_model_len == 992
     assert plan(1000).max_model_len == 2000
 
@@ -322,7 +325,8 @@ def test_layers_with_the_same_place_share_the_tensors_of_a_cache(cache_class, te
     )
     assert groups.num_places == 1
     assert cache.group_of == [1, 2, 3, 0]
-    # The tensors of a place are the keys and values. An 8-bit cache also has their scales.
+    # The layers share one tensor of keys and one tensor of values. An 8-bit cache also has the
+    # scales of the keys and of the values.
     assert len(cache.tensors()) == tensors_per_place
 
     for tensor in cache.tensors():
@@ -338,7 +342,8 @@ def test_layers_with_the_same_place_share_the_tensors_of_a_cache(cache_class, te
 def test_a_small_pool_runs_more_requests_with_groups(tmp_path):
     folder = FAMILIES["cohere2"].save(tmp_path)
     settings = {"kv_cache_memory": "256KiB", "max_model_len": 200}
-    # A step of only 16 tokens lets the engine divide the layers into groups.
+    # The engine divides the layers into groups only if a step has few tokens, because a group with
+    # a window must store the window and the tokens of a step.
     engine_with_groups = open_with_groups(folder, max_num_batched_tokens=16, **settings)
     engine_with_one_group = open_engine(folder, **settings)
     assert engine_with_one_group._parts.scheduler.windows == (None,)

@@ -130,7 +130,7 @@ def test_a_library_that_was_truncated_on_disk_is_built_again(
 
     library = load_kernels._load(instruction_set)
     assert built_paths == 2 * [Path(library._name)]
-    # The complete library is not built again.
+    # The library is complete now, so the next load does not build it again.
     load_kernels._load(instruction_set)
     assert len(built_paths) == 2
 
@@ -141,7 +141,7 @@ def test_a_wheel_build_deletes_the_libraries_that_it_has_compiled(monkeypatch, t
     module_spec = importlib.util.spec_from_file_location("hatch_build", file)
     hatch_build = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(hatch_build)
-    # This object replaces the modules of the package that compile the kernels.
+    # This object replaces the modules that compile the kernels.
     fake_modules = SimpleNamespace(
         KernelBuildError=OSError,
         find_compiler=lambda: "cc",

@@ -37,7 +37,7 @@ def slow_attention(query, keys, values, spec, scale, sinks):
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         if sinks is not None:
-            # A sink is an additional score, which belongs to no token.
+            # A sink is an additional score of a head. No token belongs to this score.
             scores = torch.cat([scores, sinks[head].double()[None]])
         weights = scores.softmax(0)[: len(visible_values)]
         outputs.append(weights @ visible_values)

@@ -129,7 +129,8 @@ def generate(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]],
     for output in engine.generate(prompts, params):
         answer = output.outputs[0]
         answers.append(list(answer.token_ids))
-        # Each list begins with the chosen token. The two likeliest tokens follow.
+        # `logprobs` contains the chosen token at the index 0, and the two likeliest tokens at the
+        # indices 1 and 2.
         gaps.append([top.logprobs[1] - top.logprobs[2] for top in answer.logprobs])
     return answers, gaps
 

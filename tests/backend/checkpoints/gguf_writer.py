@@ -95,7 +95,7 @@ def write_gguf(
 
 
 def _sizes(config: dict) -> dict[str, int]:
-    """Return the sizes in a config by their names in GGUF files."""
+    """Return the sizes of a model by their GGUF names, such as {"embedding_length": 64}."""
     sizes = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -110,7 +110,10 @@ def _sizes(config: dict) -> dict[str, int]:
 
 
 def _converted_weights(folder: Path, architecture: str, config: dict) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint by their GGUF names. Experts of a layer are stacked."""
+    """Return the weights of a checkpoint by their GGUF names.
+
+    The weights of all experts of a layer become one stacked weight.
+    """
     weights, experts = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         gguf_name, converted = _convert(name, weight, architecture, config)
@@ -157,7 +160,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
 
 
 def _convert(name: str, weight: torch.Tensor, architecture: str, config: dict):
-    """Return the name and the values that a weight of a checkpoint has in a GGUF file.
+    """Convert a weight of a checkpoint: return its name and its values in a GGUF file.
 
     Example: the name "model.layers.3.mlp.up_proj.weight" becomes "blk.3.ffn_up.weight".
     """

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 
 def load(path: str | Path, dtype: str = "float32", *, use_panels: bool = False) -> PreTrainedModel:
-    """Return the model of a folder or a GGUF file.
+    """Load the model of a checkpoint folder or of a GGUF file.
 
-    With `use_panels`, integer weights are copied into the layout of the CPU kernels.
+    If `use_panels` is true, convert integer weights to the layout of the CPU kernels.
     """
     return load_checkpoint(
         str(path),

@@ -1,13 +1,13 @@
-"""Measures the memory, the speed and the equal tokens of every format of quantised weights.
+"""Measures the memory, the speed and the correctness of every format of quantised weights.
 
     python tests/backend/checkpoints/measure_formats.py            all formats, as a Markdown table
-    python tests/backend/checkpoints/measure_formats.py AWQ GGUF   formats with these first words
+    python tests/backend/checkpoints/measure_formats.py AWQ GGUF   formats whose names begin so
 
-For each format, the program writes two checkpoints with random weights. With the tiny checkpoint,
-the program compares the greedy tokens of the engine with those of transformers, which computes in
-float32 with the dequantised weights. The large checkpoint is a Qwen3 model. With it, the program
-measures memory and speed in bfloat16 with the default settings. If the library of a format is not
-installed, the row of the format stays empty.
+For each format, the program writes two checkpoints with random weights. The tiny checkpoint serves
+to count the equal tokens: the program compares the greedy tokens of the engine with the greedy
+tokens of transformers, which computes in float32 with the dequantised weights. The large checkpoint
+is a Qwen3 model. The program uses it to measure memory and speed in bfloat16 with the default
+settings. If the library of a format is not installed, the row of the format stays empty.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def _gguf(kind: str, other_kinds: dict[str, str] | None = None) -> Format:
 
 
 def _unchanged(plain: Path, folder: Path) -> Path:
-    """Return the path of the checkpoint itself."""
+    """Return the path of the checkpoint `plain`, which needs no conversion."""
     del folder
     return plain
 

@@ -153,7 +153,10 @@ def bpe_tokenizer():
 
 
 def tokens_and_merges(tokenizer):
-    """Return the tokens of a BPE tokenizer by id, and its merges, in the format of GGUF files."""
+    """Return the tokens of a BPE tokenizer in the order of their ids, and its merges.
+
+    A merge has the form of GGUF files: the two tokens, separated by a space.
+    """
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     return tokens, [" ".join(pair) for pair in model["merges"]]
@@ -203,14 +206,14 @@ def test_a_sentencepiece_tokenizer_adds_a_space_only_if_the_file_says_so(
     adds_space, first_token, tmp_path
 ):
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    # Longer tokens have higher scores, so that they are merged first.
+    # Longer tokens have higher scores, so the tokenizer prefers to merge characters into them.
     scores_of_texts = {"▁": -9.0, "a": -8.0, "b": -7.0, "▁a": -3.0, "ab": -2.0, "▁ab": -1.0}
     metadata = {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": ["<unk>", "</s>", *byte_tokens, *scores_of_texts],
         "tokenizer.ggml.scores": [0.0] * 258 + list(scores_of_texts.values()),
-        # The types are: 1 for a normal token, 2 for unknown, 3 for control, and 6 for a byte.
+        # The types are: 1 for a normal token, 2 for <unk>, 3 for a special token, 6 for a byte.
         "tokenizer.ggml.token_type": [2, 3] + [6] * 256 + [1] * 6,
         "tokenizer.ggml.add_bos_token": False,
     }
@@ -226,7 +229,7 @@ def test_a_sentencepiece_tokenizer_adds_a_space_only_if_the_file_says_so(
 
 
 def test_special_tokens_that_the_file_lacks_are_ordinary_text(tmp_path):
-    # The type 3 is a special token, and 4 is another added token.
+    # The types are: 3 for a special token, and 4 for another added token.
     tokenizer, ids = load_byte_level_tokenizer(
         tmp_path, ["<|end|>", "<think>"], [3, 4], "llama-bpe", eos_token_id="<|end|>"
     )
@@ -237,11 +240,20 @@ def test_special_tokens_that_the_file_lacks_are_ordinary_text(tmp_path):
 
 
 def load_byte_level_tokenizer(folder, tokens, kinds, pre_tokenizer, **special_tokens):
-    """Return the tokenizer of a file whose vocabulary has all bytes, and then `tokens`.
+    """Load a byte-level tokenizer from a GGUF file, and return it with its vocabulary.
 
-    `kinds` contains the type of each token in `tokens`: 1 for a normal token, 3 for a special token
-    and 4 for another added token. `special_tokens` maps names such as "eos_token_id" to tokens. The
-    second result is the id of each text in the vocabulary.
+    The vocabulary consists of a token for each byte, and of `tokens`.
+
+    Args:
+        folder: the folder to which the tokenizer is written.
+        tokens: the tokens after the bytes.
+        kinds: the type of each token in `tokens`: 1 for a normal token, 3 for a special token and
+            4 for another added token.
+        pre_tokenizer: the name of the pre-tokenizer in the GGUF file.
+        **special_tokens: the token for each field such as "eos_token_id".
+
+    Returns:
+        The tokenizer, and a dict from the text of each token to its id.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = [*alphabet, *tokens]
@@ -424,7 +436,10 @@ def test_a_file_that_lacks_a_layer_is_named(tmp_path):
 
 
 def config_of(metadata, factors=None, architecture="llama"):
-    """Return the config of a file with valid sizes and with further or other metadata."""
+    """Return the config that is made from the metadata of a GGUF file.
+
+    The file has valid sizes. `metadata` adds further fields or replaces the sizes.
+    """
     valid_metadata = {
         "general.architecture": architecture,
         f"{architecture}.embedding_length": 64,
@@ -495,7 +510,8 @@ def test_a_file_of_gemma_3_without_a_window_has_full_attention_in_all_layers():
 
 
 def test_tokens_that_end_a_turn_are_found_by_their_texts():
-    # Files of Gemma 2 and 3 name only "<eos>".
+    # Files of Gemma 2 and 3 declare only the id of "<eos>", but the model ends its turns with the
+    # token "<end_of_turn>", which has the id 3 here.
     config = config_of(
         {
             "tokenizer.ggml.eos_token_id": 1,

@@ -37,7 +37,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(plain, tmp_path, monkeypatch):
-    """The folder of a tiny checkpoint. The test has its own cache of GGUF files."""
+    """The folder of the tiny checkpoint. The cache folder for GGUF files is empty at first."""
     cache = tmp_path / "cache"
     monkeypatch.setattr("nereid_backend.checkpoints.gguf.gguf_folder.cache_folder", lambda: cache)
     return plain
@@ -55,7 +55,7 @@ def library_weights(file):
 def test_blocks_that_ggml_writes_are_read_as_in_the_gguf_library(name, tmp_path):
     kind = gguf.GGMLQuantizationType[name]
     original = np.random.default_rng(0).standard_t(4, (4, 512)).astype(np.float32) * 0.02
-    # The weights of some blocks are all 0, and those of other blocks are all equal.
+    # Add a range in which all weights are 0, and a range in which all weights are equal.
     original[0, :256], original[1, :32] = 0.0, 0.3
     blocks = quantise(original, kind)
     (tmp_path / "file").write_bytes(blocks.tobytes())
@@ -82,7 +82,7 @@ def test_the_weights_equal_those_of_the_gguf_library(kind, checkpoint, tmp_path)
         weight = model.get_submodule(name).weight.detach().numpy()
         np.testing.assert_allclose(weight, expected_weights[stored_name], rtol=1e-6, atol=1e-6)
 
-    # Panels store the scales as float16.
+    # In the layout of the CPU kernels, scales are rounded to float16, so the tolerance is larger.
     model_with_panels = load(file, use_panels=True)
     layer = model_with_panels.get_submodule("model.layers.1.mlp.down_proj")
     assert (type(layer) is GroupedLinear) == (kind in BLOCK_TYPES)

@@ -83,7 +83,10 @@ def test_zeros_of_compressed_tensors_before_version_0_9_4_are_not_packed(scales_
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_words_of_compressed_tensors_before_version_0_18_contain_only_whole_integers(bits):
     def pack(integers):
-        """Pack signed integers into words of 32 bits. A word has no part of an integer."""
+        """Pack signed integers into words of 32 bits.
+
+        No integer is divided over two words: at 3 bits, a word contains 10 integers.
+        """
         num_in_word = 32 // bits
         unsigned = integers + 2 ** (bits - 1)
         padded = torch.nn.functional.pad(unsigned, (0, -integers.shape[1] % num_in_word))
@@ -189,13 +192,14 @@ def test_gptq(bits, is_v2, tmp_path):
 def test_gptq_without_g_idx_can_have_layers_of_other_bits_and_an_incomplete_group():
     settings = {"bits": 4, "group_size": 128, "packing_format": "auto_round:auto_gptq"}
     layout = gptq.gptq_format(settings).layouts[0]
-    # The integers of this layer have 8 bits. The second group has only 72 of 128 inputs.
+    # The settings declare 4 bits, but the integers of this layer have 8 bits. The layer has 200
+    # inputs, so its second group has only 72 inputs instead of 128.
     values = torch.randint(0, 256, (64, 200))
     zeros = torch.full((64, 2), 128)
     tensors = {
         # GPTQ files have a row for each input (four inputs in a word) and a column for each output.
         ".qweight": writers.pack(values, 8).T,
-        # GPTQ files contain the zero points minus one.
+        # GPTQ files store each zero point minus one.
         ".qzeros": writers.pack(zeros.T - 1, 8),
         ".scales": torch.tensor([[1.0], [2.0]]).expand(2, 64).half(),
     }
@@ -231,7 +235,8 @@ def test_stacked_experts_of_mxfp4_equal_the_weights_that_transformers_dequantise
     random = torch.Generator().manual_seed(0)
     for name, weight in dequantised_tensors.items():
         if name.endswith("experts.down_proj"):
-            # A block has 32 numbers of 4 bits in 16 bytes. The scales are powers of two.
+            # A block contains 32 numbers of 4 bits in 16 bytes. The scales of the blocks are powers
+            # of two, of which only the exponent is stored.
             num_experts, num_inputs, num_outputs = weight.shape
             shape = (num_experts, num_outputs, num_inputs // 32, 16)
             blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)

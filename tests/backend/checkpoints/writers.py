@@ -1,7 +1,8 @@
 """Writes tiny quantised checkpoints, and the same checkpoints with dequantised weights.
 
-If the library that defines a format is installed, this library writes and dequantises the weights.
-The tests therefore do not only read files that Nereid's own code wrote.
+Some formats are defined by a library. The weights are quantised and dequantised by this library, so
+that the tests also read files that Nereid's own code has not written. If the library is not
+installed, the tests of the format are skipped.
 """
 
 import contextlib
@@ -235,7 +236,8 @@ def bitsandbytes(kind: str, *, is_nested: bool = False) -> tuple[dict, Callable[
         return {".weight": integers, ".SCB": scales.float()}, dequantised.float()
 
     def encode_4_bits(weight: Tensor) -> Encoded:
-        # On a CPU, the library dequantises rows wrongly if they do not consist of whole blocks.
+        # The weight is reshaped into rows of one block each, because on a CPU the library
+        # dequantises rows wrongly if they do not consist of whole blocks.
         packed, state = functional.quantize_4bit(
             weight.reshape(-1, 64), quant_type=kind, compress_statistics=is_nested, blocksize=64
         )
@@ -264,7 +266,8 @@ def bitsandbytes_stored_as(storage: torch.dtype) -> tuple[dict, Callable[[Tensor
 
     The encoder stores the bytes as numbers of the type `storage`.
     """
-    # A weight is stored as the index of one of these numbers. A block of 64 weights has one scale.
+    # A weight is a number of this table, multiplied by the scale of the weight's block. A block has
+    # 64 weights. The file contains the index of the number.
     numbers = torch.linspace(-1, 1, 16)
 
     def encode(weight: Tensor) -> Encoded:
@@ -346,7 +349,7 @@ def gptq(
         if desc_act:
             order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
         sorted_values, scales, zeros = integers(weight[:, order], bits, group_size)
-        # Undo the order: the input order[i] has the i-th column of the sorted values.
+        # Undo the sorting: column i of `sorted_values` belongs to the input order[i].
         values = torch.empty_like(sorted_values)
         values[:, order] = sorted_values
         group_of_input = torch.empty(num_inputs, dtype=torch.int64)

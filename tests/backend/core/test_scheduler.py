@@ -32,13 +32,13 @@ def make_sequence(name: str, prompt: list[int], max_tokens: int = 5, **params) -
 
 
 def commit(scheduler, plan, token=9):
-    """Commit a step in which each sequence that samples gets `token`. Return the updates."""
+    """Commit a step in which `token` is sampled for each chunk that samples. Return the updates."""
     sampled = [Sampled([token], logprobs=[-0.5]) for chunk in plan.chunks if chunk.samples]
     return scheduler.commit(plan, StepResult(sampled))
 
 
 def summary(plan):
-    """Return the name, the first token, the number of tokens and `samples` of each chunk."""
+    """Return a tuple for each chunk: request, position of the first token, length and `samples`."""
     return [(c.sequence.request_id, c.start, c.num_tokens, c.samples) for c in plan.chunks]
 
 
@@ -179,7 +179,7 @@ def test_every_request_ends_within_60_steps_while_new_requests_arrive():
 
 
 def sequences(plan):
-    """Return the index of the sequence, and the numbers of `summary`, for each chunk."""
+    """Return the tuples of `summary`, but with the index of the sequence instead of the request."""
     return [(c.sequence.index, c.start, c.num_tokens, c.samples) for c in plan.chunks]
 
 

@@ -114,7 +114,7 @@ class Workload:
         return [self.rng.randrange(EOS + 1, 40) for _ in range(count)]
 
     def arrive(self) -> None:
-        """Add a random request. Its prompt begins with a part of one of the stems."""
+        """Add a random request. Its prompt begins with a prefix of one of `stems`."""
         rng, name = self.rng, f"r{len(self.requests)}"
         stem = rng.choice(self.stems)[: rng.randint(0, self.longest // 2)]
         prompt = stem + self.tokens(rng.randint(0 if stem else 1, 2))
@@ -172,7 +172,10 @@ class Workload:
         self.scheduler.check()
 
     def run(self, num_requests: int, cancelled: float) -> None:
-        """Run steps until all requests have ended. `cancelled` is a probability for each step."""
+        """Add `num_requests` requests over time, and run steps until all of them have ended.
+
+        `cancelled` is the probability that a step is preceded by the cancellation of a request.
+        """
         num_steps_left = 200 * num_requests
         while len(self.requests) < num_requests or self.scheduler.has_work():
             if len(self.requests) < num_requests:
@@ -185,7 +188,7 @@ class Workload:
             assert num_steps_left > 0, "a request starved"
 
     def check(self) -> None:
-        """Compare all answers with those of the scripted model."""
+        """Compare all answers with the answers that the scripted model must generate."""
         assert self.ends.keys() == self.answers.keys()
         assert self.scheduler.pool.num_used == 0
         for (name, index), answer in self.answers.items():

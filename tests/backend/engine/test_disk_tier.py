@@ -30,7 +30,7 @@ def answer(engine, prompt=PROMPT, **params):
 
 
 def run_once(model, disk, prompt=PROMPT, **settings):
-    """Answer one prompt with a new engine. Return the same values as `answer`."""
+    """Answer one prompt with a new engine, and return the results of `answer`."""
     engine = open_engine(model, prefix_cache_disk=str(disk), **settings)
     answers_and_cached = answer(engine, prompt)
     engine.close()
@@ -51,7 +51,7 @@ def test_a_restarted_engine_continues_a_chat_from_the_disk(saved, tmp_path, mode
     uncached = open_engine(model, enable_prefix_caching=False)
     expected, _ = answer(uncached, next_prompt)
     uncached.close()
-    # 21 blocks of the prompt and the first answer are full.
+    # The prompt and the first answer fill 21 blocks of 4 tokens.
     assert run_once(model, tmp_path, next_prompt) == (expected, 21 * 4)
 
 
@@ -85,7 +85,7 @@ def test_a_slow_disk_does_not_stop_a_request(saved, tmp_path, monkeypatch):
     expected, _ = run_once(saved("llama"), tmp_path)
     monkeypatch.setattr(disk_tier, "_MAX_WAIT_S", 0.0)
     engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path))
-    # The future never has a result, as if the disk never ended to read.
+    # The future never gets a result, as if the disk never finished reading.
     engine._parts.disk._readers.submit = lambda *_: disk_tier.Future()
     assert answer(engine) == (expected, 0)
     engine.close()

@@ -40,12 +40,12 @@ def finish_reasons(updates):
 
 
 def tokens_of(updates, index=0):
-    """Return the tokens that some updates add to the sequence `index` of their request."""
+    """Return the tokens in the updates of the sequence `index` of a request."""
     return [token for u in updates if u.index == index for token in u.new_token_ids]
 
 
 def set_nan_embedding(engine, token_id):
-    """Make the logits of each request that contains this token NaN."""
+    """Change the embedding of a token so that a request with this token gets logits of NaN."""
     model = engine._parts.runner._path._model
     with torch.no_grad():
         model.get_input_embeddings().weight[token_id] = float("nan")
@@ -264,7 +264,7 @@ def test_a_request_whose_parameters_forbid_every_token_is_refused_without_effect
     prompt = make_prompts((14,))[0]
     engine.add_request("beside", prompt, GREEDY)
     engine.step()
-    # After one token 7, no further token is allowed.
+    # Only token 7 is allowed, but not twice in a row. After the first 7, no token is allowed.
     params = SamplingParams(allowed_token_ids=[7], bad_words_token_ids=[[7, 7]])
     engine.add_request("contradiction", prompt, params)
     updates = drain(engine)
@@ -513,7 +513,7 @@ def test_prompt_lookup_is_on_by_default_without_async_scheduling(checkpoint, set
 
 
 class PendingGuides:
-    """A fake of the object that creates the guides of grammars. Its guides are never ready."""
+    """A fake compiler of grammars. Its futures never get a guide as their result."""
 
     def __init__(self):
         self.futures = []

@@ -18,7 +18,7 @@ class Faults:
 
 
 def random_requests(rng, count=60):
-    """Return the prompt and the parameters of each request by its name."""
+    """Return a dict from the name of each random request to its prompt and parameters."""
     requests = {}
     for number in range(count):
         own_tokens = [rng.randrange(3, 320) for _ in range(rng.randint(1, 40))]
@@ -38,7 +38,7 @@ def random_requests(rng, count=60):
 def run_with_aborts(engine, requests, rng):
     """Answer the requests, abort some sequences, and return the answers and finish reasons.
 
-    Both results are dicts with a pair for each sequence: the name of its request and its index.
+    The two results are dicts. Each key is a sequence: the pair of the request's name and the index.
     """
     answers, reasons, pending = {}, {}, list(requests)
     while pending or engine.has_work():

@@ -24,7 +24,7 @@ def use_whole_cache(engine):
 
 @pytest.fixture
 def engine(checkpoint):
-    """An engine whose cache has 64 blocks of 4 tokens. `OTHERS` need more than 64 blocks."""
+    """An engine whose cache has 64 blocks of 4 tokens. The prompts `OTHERS` need more blocks."""
     folder = checkpoint("llama")
     engine = open_engine(folder, max_model_len=64)
     num_bytes = engine.info.kv_cache_bytes // engine.info.num_blocks * 64
@@ -53,7 +53,8 @@ def test_statistics_list_the_sessions(engine):
     statistics = engine.sessions.call("statistics", {})
     assert (statistics["num_blocks"], statistics["num_used_blocks"]) == (engine.info.num_blocks, 0)
     assert statistics["num_retained_blocks"] == statistics["num_cached_blocks"] > 0
-    # The last session comes first. Without prompt_cache_ttl, a session expires after 300 s.
+    # The session that expires last comes first. Without prompt_cache_ttl, a session expires after
+    # 300 s.
     assert [session["prompt_cache_key"] for session in statistics["sessions"]] == ["b", "a"]
     assert 299 < statistics["sessions"][0]["expires_in_s"] <= 300
 

@@ -31,7 +31,7 @@ WRONG_TOKEN = 39  # the last token of the vocabulary of `ScriptedModel`
 
 @dataclass
 class ScriptedStep:
-    """A step that a `ScriptedRunner` has started. It has a result after its tokens are sampled."""
+    """A step that a `ScriptedRunner` has started. `result` is None until the tokens are sampled."""
 
     plan: StepPlan
     result: StepResult | None = None
@@ -97,7 +97,11 @@ class CheckedLoop(StepLoop):
 
 
 class OverlappedWorkload(Workload):
-    """A workload whose steps overlap, and fail or sample wrong tokens with some probability."""
+    """A workload with asynchronous scheduling: a step starts before the previous step has ended.
+
+    A step samples a wrong token with the probability `wrong` and fails with the probability
+    `faulty`.
+    """
 
     def __init__(self, *args, wrong=0.0, faulty=0.0, **kwargs):
         super().__init__(*args, **kwargs)
@@ -111,13 +115,13 @@ class OverlappedWorkload(Workload):
 
 
 def _check_plan(plan):
-    """Check that a plan counts its tokens, and has at most one chunk for each sequence."""
+    """Check the number of tokens in a plan, and that no sequence has two chunks."""
     assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
     assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
     assert all(plan.chunks[index].num_tokens == 1 for index, _ in plan.pending)
 
 
-# The kinds of workloads without draft tokens whose sequences may share blocks.
+# The kinds of workloads that have no draft tokens and in which sequences can share blocks.
 SHARING_KINDS = ["plain", "prefix cache", "windows", "chunks", "groups", "groups with chunks"]
 
 
@@ -226,7 +230,7 @@ EXTRA_PARAMS = [
 
 
 def make_requests(rng, count):
-    """Return random requests as `answers_of` expects them. Some prompts share a prefix."""
+    """Return random requests for `answers_of`. Some prompts begin with the same tokens."""
     sequences = {}
     stem = [rng.randrange(3, VOCAB_SIZE) for _ in range(24)]
     for number in range(count):
@@ -250,7 +254,7 @@ def make_requests(rng, count):
 
 
 def record_deferred_rows(monkeypatch):
-    """Return a list that collects all rows whose tokens a sampler samples again."""
+    """Return a list. The sampler appends each row whose token it samples again."""
     sample_again, deferred_rows = sampler.Sampler.sample_again, []
 
     def record_and_sample_again(self, part, rows):
@@ -280,8 +284,8 @@ def test_answers_are_the_same_with_and_without_async_scheduling(
 
     def answer_all(is_async):
         engine = open_engine(checkpoint(family), async_scheduling=is_async, **settings)
-        # On a GPU, the sampler defers uncertain rows: it samples their tokens again after the next
-        # step has begun.
+        # The sampler defers uncertain rows, as on a GPU: it samples the tokens of these rows again
+        # after the next step has begun.
         engine._parts.runner._sampler.defers = is_async
         answers = answers_of(engine, sequences, guided=guided, aborts=aborts)
         assert engine.stats().num_preemptions > 0
@@ -293,7 +297,8 @@ def test_answers_are_the_same_with_and_without_async_scheduling(
     assert len(deferred_rows) > 10
     assert answers.keys() == expected.keys()
     for sequence, answer in answers.items():
-        # An abort may take effect a step earlier or later.
+        # The two engines may abort a request after a different number of steps, so the aborted
+        # answers may differ in length.
         if sequence[0] in aborts and answer.end[0] == "abort":
             length = min(len(answer.token_ids), len(expected[sequence].token_ids))
             assert answer.token_ids[:length] == expected[sequence].token_ids[:length]
@@ -317,9 +322,9 @@ def request_of(name, prompt, max_tokens=9, **params):
 
 
 def result_of(plan, token=7, **special_results):
-    """Return a result with `token` for each chunk that samples.
+    """Return the result of a step in which `token` is sampled for each chunk that samples.
 
-    `special_results` maps the names of some requests to results that replace this result.
+    `special_results` contains other results for some requests, by the name of the request.
     """
     names = [chunk.sequence.request_id for chunk in plan.chunks if chunk.samples]
     sampled = [special_results.get(name, Sampled([token], logprobs=[-1.0])) for name in names]
@@ -462,7 +467,7 @@ def test_tokens_after_the_expected_token_are_computed_before_the_next_token_is_s
 
 
 def test_a_sequence_whose_logits_are_not_finite_does_not_change_other_sequences(checkpoint):
-    # Half of the prompts begin with token 301, which makes their logits NaN.
+    # Half of the prompts begin with token 301, whose embedding is NaN, so their logits are NaN.
     sequences = {str(n): ([300 + n % 2, *range(5, 5 + n)], GREEDY) for n in range(1, 9)}
 
     def answer_all(is_async):

@@ -42,7 +42,8 @@ def remaining_tokens(weights, shares, top_p, top_k, min_p):
         ordered_shares = shares[remains][order]
         sum_of_likelier_tokens = np.cumsum(ordered_shares) - ordered_shares
         limit = max(1.0, np.ceil(float(np.float32(top_p)) * float(ordered_shares.sum())))
-        # The sum of the weights up to the last token reaches the limit.
+        # The last remaining token is the first token at which the sum of the shares reaches the
+        # limit.
         last = np.flatnonzero(sum_of_likelier_tokens < limit)[-1]
         remains &= weights >= weights[remains][order][last]
     return remains

@@ -73,8 +73,9 @@ class Steps:
             shapes: the numbers of cached tokens and of new tokens of each sequence.
             block: the number of tokens in a block.
             seed: the seed of the random numbers and of the order of the blocks.
-            rounded: the random numbers are rounded to this data type before they are converted to
-                `dtype`, so that implementations with different data types can get the same numbers.
+            rounded: a data type. The random numbers are rounded to this type before they are
+                converted to `dtype`. Two objects with different `dtype` but the same `rounded` have
+                the same numbers.
         """
         self.shapes = SMALL if shapes is None else shapes
         self.spec, self.dtype, self.device = spec, dtype, device

@@ -143,7 +143,7 @@ def test_gather_returns_the_stored_heads_and_store_skips_negative_slots(num_head
     cache = GpuKVCache([spec], num_blocks=3, block_size=4, dtype=torch.float32, device=device)
     key = torch.randn(5, num_heads, 24, device=device).transpose(0, 1)
     value = torch.randn(num_heads, 5, 10, device=device)
-    # The third token has no slot. The blocks 1 and 2 contain the slots 4 to 11.
+    # The slot -1 means that the third token is not stored. Blocks 1 and 2 have the slots 4 to 11.
     slots = torch.tensor([4, 5, -1, 7, 8], device=device)
     call = AttentionCall(spec, cache.keys[0], cache.values[0], scale=1.0, sinks=None)
 
@@ -206,7 +206,7 @@ SPECS_OF_8_BIT_CACHES = sampled(
 
 
 def check_8_bit_cache(kernel_cache, reference_cache, name, device, dtype=torch.float32):
-    """Compare the attention over an 8-bit cache of the kernels with that of the reference."""
+    """Check that the kernels and the reference compute the same attention over an 8-bit cache."""
     outputs, expected = [
         Steps(cache_class, SPECS[name], dtype, device).fill().run().float()
         for cache_class in (kernel_cache, reference_cache)
@@ -262,7 +262,7 @@ def store_in_both(kernel_cache, reference_cache, key, value, device):
 
 
 def odd_vectors(device):
-    """Return random keys and values with a NaN, an infinity, a zero vector and a tiny number."""
+    """Return random keys and values that include NaN, infinity, a zero vector and a tiny number."""
     key = torch.randn(5, 3, 24, device=device).transpose(0, 1)
     value = torch.randn(3, 5, 10, device=device)
     key[0, 1, 3] = float("nan")
@@ -280,15 +280,15 @@ def test_the_kernel_stores_the_same_integers_as_the_reference_and_reports_nan(na
     scales, expected_scales = scales_in(by_kernel, name), scales_in(by_reference, name)
     torch.testing.assert_close(scales, expected_scales, equal_nan=True)
     assert scales.isnan().sum() == 1
-    # Vectors with tiny scales (below 1e-38) are not compared, because their integers depend on
-    # rounding errors.
+    # If the scale of a vector is tiny (below 1e-38), rounding errors determine the integers of the
+    # vector, so such a vector is not compared.
     is_compared = (expected_scales > 1e-38)[..., None]
     difference = getattr(by_kernel, name)[0].int() - getattr(by_reference, name)[0].int()
     assert (difference.abs() * is_compared).max() <= 1
 
 
 def scales_in(cache, name):
-    """Return the factors of the 8-bit "keys" or "values" of a cache."""
+    """Return the scales of the "keys" or of the "values" of an 8-bit cache."""
     return {"keys": cache.key_scales, "values": cache.value_scales}[name][0]
 
 
@@ -302,14 +302,14 @@ def test_the_kernel_stores_the_same_8_bit_floats_as_the_reference_and_reports_na
     scales = scales_in(by_kernel, name)
     torch.testing.assert_close(scales, scales_in(by_reference, name), equal_nan=True)
     assert scales.isnan().sum() == 1
-    # If two 8-bit numbers are neighbours, their bytes differ by one. Vectors with tiny scales are
-    # not compared, because their numbers depend on rounding errors.
+    # The bytes of two adjacent 8-bit numbers differ by one. If the scale of a vector is tiny,
+    # rounding errors determine the numbers of the vector, so such a vector is not compared.
     is_compared = (scales > 1e-38)[..., None]
     numbers = getattr(by_kernel, name)[0]
     difference = numbers.int() - getattr(by_reference, name)[0].int()
     assert (difference.abs() * is_compared).max() <= 1
     assert ((difference != 0) & is_compared).float().mean() < 0.01
-    # A NaN is stored only in the scale of its vector. No byte of the vector may encode NaN.
+    # If a vector contains NaN, only its scale is NaN. None of its bytes may encode NaN.
     assert ((numbers & 0x7F) != 0x7F).all()
 
 

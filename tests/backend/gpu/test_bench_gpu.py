@@ -142,7 +142,7 @@ def test_a_measurement_starts_after_100_ms_of_replays_and_only_replays(monkeypat
     launches = []
     launch = functools.partial(launches.append, "kernel")
 
-    # Each event is two log entries after the previous event, because a replay is between them.
+    # The fake time between two successive events is 2, because the log has one replay between them.
     assert gpu_kernels.milliseconds(launch, torch.device("cuda:0"), repeat=3) == 2.0
 
     # The kernel is launched only for the capture.

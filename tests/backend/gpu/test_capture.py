@@ -97,7 +97,7 @@ def cuda(monkeypatch):
 
 
 def test_the_allocator_ends_a_capture_that_cuda_aborts(cuda):
-    # The function runs once before the capture.
+    # `capture_on` calls the function once before the capture, and again during the capture.
     calls = iter([lambda: None, cuda.read])
     with pytest.raises(RuntimeError, match="when stream is capturing"):
         cuda_capture.capture_on(DEVICE)(lambda: next(calls)())
@@ -118,7 +118,7 @@ def test_the_allocator_ends_a_capture_that_cuda_aborts_without_an_error(cuda):
 
 
 def test_an_error_in_the_captured_code_ends_the_capture(cuda):
-    # The function runs once before the capture.
+    # `capture_on` calls the function once before the capture, and again during the capture.
     calls = iter([lambda: None, lambda: 1 / 0])
     with pytest.raises(ZeroDivisionError):
         cuda_capture.capture_on(DEVICE)(lambda: next(calls)())
@@ -138,9 +138,9 @@ def test_a_graph_without_enough_memory_releases_its_pool_itself(cuda):
 
 
 def segment(pool, size, device=0):
-    """Return a memory segment of a pool that is cached but not used.
+    """Return a memory segment that the allocator has cached and no tensor uses.
 
-    The pool with the id (0, 0) is the pool for the tensors of steps.
+    `pool` is the id of the segment's pool. The pool (0, 0) is for the tensors of steps.
     """
     return {
         "device": device,

@@ -15,7 +15,7 @@ from nereid_backend.attention.gpu.tuning import shared_bytes
 ROOT = Path(__file__).parents[3]
 KERNELS = {"store_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel", "sample_kernel"}
 ATTENTION = ("decode_kernel", "prefill_kernel")
-# The instruction for large matrix products on GPUs of each compute capability.
+# For each compute capability, the PTX instruction that multiplies large matrices.
 PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 

@@ -15,7 +15,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def answers(folder, cache_class, monkeypatch, **settings):
-    """Return the answers and the information of an engine with the given class of KV cache."""
+    """Return the answers of an engine that uses the given class of KV cache, and `engine.info`."""
     monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *args: cache_class)
     # On a GPU, all layers form one group, so this engine on a CPU must also have only one group.
     monkeypatch.setattr(

@@ -44,7 +44,8 @@ class ReferenceBackend:
         call, batch = inputs.call, inputs.batch
         cache = KVCache([call.spec], num_blocks=1, block_size=1, dtype=out.dtype, device=CPU)
         cache.keys, cache.values = [call.keys], [call.values]
-        # A call without new keys and values reads the cache only. It must not read these NaN.
+        # A call without new keys and values must read only the cache. If it reads these values of
+        # NaN, its result is wrong.
         unread = torch.full_like(inputs.query[: call.spec.num_kv_heads], float("nan"))
         key, value = inputs.new or (unread, unread)
         attended = reference.attend((inputs.query, key, value), 0, cache, batch, scale=call.scale)
@@ -66,7 +67,7 @@ def reference_kernels(monkeypatch):
 
     monkeypatch.setattr(gpu_attention, "_launch_kernels", reference_backend.attend)
     monkeypatch.setattr(gpu_attention, "store", store)
-    # The steps whose time is measured are as small as the steps that are compared.
+    # Measure the time of small steps: the steps whose results are compared.
     small_steps = {situation: fastest_backend._CHECKED[situation] for situation in Situation}
     monkeypatch.setattr(fastest_backend, "_MEASURED", small_steps)
 
@@ -163,7 +164,8 @@ def paged_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **optio
 def _causal_attention(query, keys, values, window_left, scale):
     """Return the attention of the last tokens of a sequence over all of its tokens.
 
-    A token sees `window_left` tokens before it, or all tokens if this number is negative.
+    A token sees itself and `window_left` earlier tokens. If `window_left` is negative, it sees all
+    earlier tokens.
     """
     group_size = query.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(group_size, 1) for tensor in (keys, values))
@@ -246,7 +248,7 @@ def test_flashinfer_gets_the_blocks_and_lengths_of_the_prefills(monkeypatch, win
     backend = FlashInferPrefill()
     spec = LayerSpec(4, 2, 16, 16, window)
 
-    # In both situations with prefills, FlashInfer takes half of the time.
+    # FlashInfer supports two situations, and is twice as fast as Nereid in each of them.
     chosen = choose([backend], [2.0, 1.0] * 2, spec)
 
     assert set(chosen) == {(spec, Situation.PROMPT), (spec, Situation.CHUNK)}

@@ -125,7 +125,7 @@ def test_if_the_kernels_fail_the_reference_is_used_and_the_log_gives_the_reason(
     assert checked_specs == [PLAIN, ODD]
     assert "shared memory" in caplog.text
     assert checked_class(kernel_cache, [PLAIN], cuda) is kernel_cache
-    # The reference's class has no kernels, and on a CPU the kernels are not checked.
+    # `KVCache` uses no kernels, and on a CPU no kernels are checked.
     assert checked_class(KVCache, [ODD], cuda) is KVCache
     assert checked_class(kernel_cache, [ODD], cpu) is kernel_cache
 

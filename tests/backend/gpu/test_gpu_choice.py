@@ -30,8 +30,9 @@ CPU = torch.device("cpu")
 def rows_of(*bounds):
     """Return groups of sequences in the decode phase.
 
-    Each group is a pair: the number of sequences, and the length of the longest sequence in tokens.
-    The tensors contain no numbers, because the division into parts does not read them.
+    Each of `bounds` is a pair for one group: the number of sequences, and the length of the longest
+    sequence in tokens. The tensors are placeholders, because the division into splits does not read
+    them.
     """
     unused = torch.zeros(1, dtype=torch.int64)
     num_sequences = sum(group_size for group_size, _ in bounds)
@@ -41,9 +42,10 @@ def rows_of(*bounds):
 
 
 def split(rows, window, *, programs=8, tile=64):
-    """Return the size of a part in tokens, and the number of parts of the longest sequence.
+    """Return the size of a split in tokens, and the number of splits of the longest sequence.
 
-    `programs` programs compute each part of a sequence. A part consists of tiles of `tile` tokens.
+    `programs` programs compute each split of a sequence. A split consists of tiles of `tile`
+    tokens.
     """
     return decode_splits.split_size_and_count(rows, window, programs, tile, CPU)
 
@@ -116,7 +118,7 @@ def test_a_table_that_was_written_is_read_again(tmp_path):
     decode = Tuning(rows=16, tile=128, num_warps=8, num_stages=5)
     small_prefill = Tuning(rows=128, tile=128, num_warps=8, num_stages=3)
     large_prefill = Tuning(rows=64, tile=32, num_warps=4, num_stages=2)
-    # An entry is valid for heads up to a size, and for one number of bytes of a number.
+    # An entry is valid for heads up to its first size, and for numbers of its second size in bytes.
     table = {
         "decode": [Entry(128, 2, decode)],
         "prefill": [Entry(256, 2, large_prefill), Entry(64, 2, small_prefill)],

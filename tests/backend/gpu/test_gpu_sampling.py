@@ -36,7 +36,7 @@ def rows_of(kind, count, vocab_size, seed=0):
     """Return `count` rows of logits of one of the `KINDS`.
 
     In the kind "text", few tokens are likely, as in the logits of a language model. The other kinds
-    test the limits of the kernel's search for the smallest logit that remains.
+    are edge cases for the kernel, which searches for the smallest logit that the filters keep.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, vocab_size, generator=generator)
@@ -103,7 +103,7 @@ def test_every_filter_samples_the_token_of_the_reference_for_every_kind_of_row(
     random = np.random.default_rng(0)
     rows = []
     for top_p, top_k, min_p in FILTERS.values():
-        # With top_k=1, greedy sampling must select the same token.
+        # With top_k=1, sampling at any temperature must select the same token as greedy sampling.
         for temperature in (0.0, 0.7) if top_k == 1 else (0.7,):
             rows.append((temperature, top_p, min(top_k, vocab_size), min_p, random.random()))
     settings = settings_of(*rows)
@@ -162,7 +162,7 @@ def test_rows_without_a_valid_token_are_reported_and_do_not_affect_other_rows(de
     assert logprobs.isfinite().tolist() == [False] * 3 + [True] * 3
     assert has_allowed[3:].tolist() == [False, True, True]
     assert ((token_ids >= 0) & (token_ids < 900)).all()
-    # The last two rows have valid tokens.
+    # The last two rows have allowed tokens, so their sampled tokens can be compared.
     check(logits[4:], settings[:, 4:].copy(), device)
 
 
@@ -177,7 +177,7 @@ def test_the_kernel_and_the_sampler_differ_rarely(name, device):
     top_p, top_k, min_p = FILTERS[name]
     vocab_size = 2000
     top_k = min(top_k, vocab_size)
-    # There are two rows of each kind, except of the last kind.
+    # The batch has two rows of each kind of logits except the last kind.
     logits = torch.cat([rows_of(kind, 2, vocab_size, seed=2) for kind in KINDS[:6]])
     num_rows = len(logits)
     uniform = np.random.default_rng(1).random(num_rows)
@@ -224,7 +224,7 @@ def test_a_kernel_that_fails_to_run_is_a_reason_not_an_error(device, monkeypatch
 
 
 def positions_of(*all_params):
-    """Return the position of a new request for each of the sampling parameters."""
+    """Return one position to sample for each of the sampling parameters."""
     positions = []
     for number, params in enumerate(all_params):
         sequence = Sequence(str(number), [1, 2, 3], params, max_total_tokens=99)

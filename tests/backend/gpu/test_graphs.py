@@ -40,7 +40,7 @@ def graphs_of(engine):
 def poison(engine):
     """Overwrite the inputs and outputs of the graphs with wrong numbers."""
     graphs = graphs_of(engine)
-    # The rows are the token ids, the positions, the slots and the lengths.
+    # The rows of the inputs are: token ids, positions, slots, lengths.
     wrong_inputs = torch.tensor([[7], [5], [2], [3]])
     for graph in graphs._graphs.values():
         graph.step._inputs.copy_(wrong_inputs.expand_as(graph.step._inputs))
@@ -78,12 +78,12 @@ def test_every_tiny_architecture_can_be_captured(name, engine_of):
     outputs = engine.generate(prompts, params)
     assert tokens_of(outputs) == tokens_of(expected)
     assert graphs_of(engine).failure is None
-    # The first step computes the prompts, so it is not replayed.
+    # Only decode steps are replayed. The first of the six steps computes the prompts.
     assert graphs_of(engine).num_replays == 5
 
 
 def tokens_of(outputs):
-    """Return the tokens of each request's first answer."""
+    """Return the tokens of the first answer to each request."""
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -138,7 +138,7 @@ def test_a_padded_step_gives_the_attention_of_the_step_without_padding(name, cac
 
 
 def pad_step(steps, num_sequences, num_rows):
-    """Make `steps` compute a step that is padded to `num_rows` rows, as a CUDA graph does."""
+    """Make `steps` pad each step to `num_rows` rows, as a CUDA graph does."""
     build = steps._builder.build
 
     def build_padded(plan, device):
@@ -194,7 +194,7 @@ def test_a_step_overwrites_all_inputs_of_the_previous_step(previous_lengths, dev
     assert positions == [39, 1] + [0] * 6
     assert slots == [2 * 16 + 7, 10 * 16 + 1] + [-1] * 6
     assert lengths == [40, 2] + [1] * 6
-    # The other entries of the tables are the null block.
+    # All other entries of the block tables contain the index of the null block.
     assert fresh._table[0].tolist() == [0, 1, 2] + [9999] * 7
     assert fresh._table[1].tolist() == [10] + [9999] * 9
     assert (fresh._table[2:] == 9999).all()
@@ -222,9 +222,9 @@ def test_the_tables_of_grouped_sequences_are_in_the_rows_of_the_step(device):
 
 
 def with_padding(draw, num_tokens, num_rows):
-    """Return a function that calls `draw`, and pads results with `num_tokens` tokens with ones.
+    """Return a function that calls `draw` and pads its result to `num_rows` tokens.
 
-    The padded result has `num_rows` tokens.
+    Only results with `num_tokens` tokens are padded. The numbers of the padding are ones.
     """
 
     def draw_and_pad(*shape):
@@ -267,7 +267,7 @@ def test_padding_writes_to_no_block(engine_of, device):
 
     engine.step()
 
-    # Only the token at position 4 of each of the three sequences has changed.
+    # For each of the three sequences, the replay has changed only the cache of the token 4.
     block_size = cache.keys[0].shape[2]
     for old, new in zip(old_tensors, cache.tensors(), strict=True):
         is_changed = (old != new).any(-1).any(1)  # for each block and each position in it
@@ -318,13 +318,15 @@ def test_only_steps_with_one_token_and_logits_for_each_sequence_are_replayed(eng
     # The second and the third time, the prefix cache contains the prompt except its last tokens.
     for _ in range(3):
         engine.generate([long_prompt], SamplingParams(max_tokens=1))
-    # For each prompt, at most the chunk of one token is replayed.
+    # A step is replayed only if its chunk has one token. Each of the three prompts has at most one
+    # chunk of one token.
     num_replays = graphs_of(engine).num_replays
     assert num_replays <= 3
 
     engine.generate([[3] * 9], SamplingParams(max_tokens=9, ignore_eos=True))
 
-    # The prompt has a chunk of eight tokens and a chunk of one token.
+    # The prompt has a chunk of eight tokens, which is not replayed, and a chunk of one token. Then
+    # eight steps compute one token of the answer each.
     assert graphs_of(engine).num_replays == num_replays + 9
 
 
@@ -381,7 +383,7 @@ def test_a_graph_with_wrong_logits_is_not_used(engine_of, error):
 
         return replay_wrong
 
-    # The engine captures its first graph in its first decode step.
+    # The engine loads without graphs, and captures the first graph in its first decode step.
     engine = engine_of("llama", capture_wrong)
 
     assert run(engine, seed=2) == run(engine_of("llama"), seed=2)
@@ -394,7 +396,7 @@ def test_a_request_whose_logits_are_not_finite_does_not_end_the_replays(engine_o
     engine.add_request("a", [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.add_request("b", [8, 6], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
-    # Overwrite the values of one request with NaN.
+    # Overwrite the cached values (of keys and values) of one request with NaN.
     first_block = engine._parts.scheduler._running[0].block_table[0]
     with torch.inference_mode():
         engine._parts.runner._path._cache.values[0][first_block] = float("nan")
@@ -460,9 +462,9 @@ def test_the_parts_of_a_captured_launch_fill_the_gpu_for_every_length(window, mo
 
 
 def decode_rows(num_sequences, longest):
-    """Return one group of sequences in the decode phase, with at most `longest` tokens.
+    """Return one group of sequences in the decode phase. Each has at most `longest` tokens.
 
-    The tensors contain no numbers, because the division into parts does not read them.
+    The tensors are placeholders, because the division into splits does not read them.
     """
     unused = torch.zeros(1, dtype=torch.int64)
     bounds = [(num_sequences, longest)]
@@ -483,7 +485,10 @@ def test_a_captured_launch_is_correct_for_every_length(window, num_cached, devic
     build = captured._builder.build
 
     def build_as_in_graph(plan, device):
-        """Build a batch whose launch also fits three other sequences with up to 4096 tokens."""
+        """Build a batch whose kernels are launched for three sequences of up to 4096 tokens.
+
+        A graph is captured for such bounds, and replayed for shorter sequences.
+        """
         batch = build(plan, device)
         decodes = gpu_attention.gpu_batch(batch.attention).decodes
         decodes.longest = decodes.lens.amax(0, keepdim=True)
@@ -505,7 +510,7 @@ def start(folder_of, name, monkeypatch, capture=rerun, **settings):
     monkeypatch.setattr(make_kv_cache, "unrounded_cache_class", lambda *_: SkippingCache)
     monkeypatch.setattr(packed, "uses_gpu_kernels", lambda cache: True)
     monkeypatch.setattr(accelerate_path, "capture_on", lambda *_: capture)
-    # `open_engine` passes no function for log lines, so `load` gets one here.
+    # `open_engine` has no argument for a function that logs, so pass the function to `load` here.
     load = startup.load
     monkeypatch.setattr(
         "nereid_backend.engine.engine_parts.load",
@@ -545,9 +550,9 @@ def test_a_model_that_reads_its_numbers_is_not_replayed_and_the_log_says_why(
 
 def test_a_replay_that_does_not_compute_is_detected_at_load(folder_of, monkeypatch):
     def capture_for_two_replays(work):
-        """Return a replay of `work` that computes only twice.
+        """Return a function that replays `work` in its first two calls, and then does nothing.
 
-        The first two replays belong to the step for which the graph was captured.
+        The first two replays compute the step for which the graph was captured.
         """
         replay = record(work)
         num_replays = 0
@@ -575,7 +580,7 @@ def test_a_replay_that_stores_no_keys_is_detected_at_load(folder_of, monkeypatch
         paths.append(self)
 
     def capture_without_keys(work):
-        """Return a replay of `work` that leaves the keys and values in the cache unchanged."""
+        """Return a function that replays `work`, and then restores the contents of the cache."""
         replay = record(work)
 
         def replay_and_restore_cache():
@@ -652,7 +657,7 @@ def test_a_replay_reads_the_current_values_of_its_tensors(device):
         replay()
         torch.testing.assert_close(target, source.sin() + 1)
 
-    # CUDA cannot capture a function that reads a number.
+    # CUDA cannot capture a function that reads a number from the GPU.
     with pytest.raises(RuntimeError):
         capture(lambda: target.fill_(source.sum().item()))
     assert not is_lost(device)

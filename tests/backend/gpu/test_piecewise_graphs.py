@@ -12,12 +12,12 @@ from nereid_backend.paths.cuda_graphs.piecewise_graphs import PiecewiseGraphs
 
 
 def use_pieces(engine, capture=record_pieces, counts=(16, 32)):
-    """Make an engine replay the pieces of its steps.
+    """Make an engine replay piecewise graphs.
 
     `counts` contains the numbers of tokens for which graphs are captured.
 
     Returns:
-        The graphs, and the list of the lines that were reported.
+        The graphs, and the list of the lines that the graphs report.
     """
     reported_lines = []
     path = engine._parts.runner._path
@@ -29,7 +29,7 @@ def use_pieces(engine, capture=record_pieces, counts=(16, 32)):
 def poison(engine):
     """Overwrite the inputs and outputs of the graphs with wrong numbers."""
     graphs = engine._parts.runner._path.pieces
-    # The rows are the token ids, the positions and the slots.
+    # The rows of the inputs are: token ids, positions, slots.
     wrong_inputs = torch.tensor([[7], [5], [2]])
     for captured in graphs._graphs.values():
         captured.static._inputs.copy_(wrong_inputs.expand_as(captured.static._inputs))
@@ -58,7 +58,8 @@ def test_steps_with_more_tokens_or_logits_than_were_captured_run_without_graphs(
     engine.generate([[5] * 17], SamplingParams(max_tokens=1))
     assert graphs.num_replays == 0
 
-    # The log-probabilities of a prompt of three tokens require more than two rows of logits.
+    # The graph has memory for two rows of logits. A prompt of three tokens requires more rows if
+    # the request asks for the log-probabilities of the prompt's tokens.
     graphs._graphs[16].static.num_logits = 2
     engine.generate([[5] * 3], SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert graphs.num_replays == 0

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-# The numbers among the arguments for which Triton compiles variants: one for the value 1, one
-# for multiples of 16 and one for other values. The model and its KV cache determine these
-# arguments, so they never change while a server runs. The compilation of a further variant would
-# stop the server for seconds.
+# The numeric arguments that Triton specialises: Triton compiles a kernel separately for the value
+# 1, for multiples of 16 and for other values. Only arguments that the model and its KV cache
+# determine may be specialised. They never change while a server runs. For other arguments, a new
+# value could compile the kernel again and stop the server for seconds.
 FIXED = {
     "decode_kernel": {"query_head_stride", "query_token_stride", "scale", "cap"},
     "reduce_kernel": set(),

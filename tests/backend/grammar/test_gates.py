@@ -45,7 +45,8 @@ def test_the_grammar_begins_after_an_end_marker_of_several_tokens(guide, allowed
 
 
 def test_a_token_that_spans_the_marker_and_wrong_text_is_not_allowed(guide, allowed, vocabulary):
-    # The first letter of this token ends the marker, and its other letters begin the answer.
+    # The first letter of this token is the end of the marker, and its other letters are the start
+    # of the answer.
     spanning_token, text = next(
         (token, data.decode())
         for data, token in vocabulary.sorted_tokens

@@ -83,7 +83,8 @@ def test_a_schema_that_the_library_misreads_is_enforced(
         guide(spec).accept([*vocabulary.encode(forbidden_text), 2])
 
 
-# The only text is "ab", repeated 2**24 times: each rule r0, r1, ... repeats the next rule twice.
+# A grammar that matches a single text: "ab", repeated 2**24 times. Each of the rules r0 to r23
+# repeats the next rule twice.
 DOUBLED = "\n".join(
     ["root ::= r0", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(24)), 'r24 ::= "ab"']
 )
@@ -263,7 +264,7 @@ def test_a_schema_that_is_not_strict_ignores_patterns_that_are_not_supported(gui
         guide(schema_spec(schema, is_strict=True))
     text = '{"a": "x", "b": "", "c": "x", "d": "e"}'
     guide(schema_spec(schema, is_strict=False)).accept([*vocabulary.encode(text), 2])
-    # A supported pattern is enforced, and an invalid pattern is an error.
+    # An invalid pattern is an error, even if the schema is not strict.
     properties["d"]["pattern"] = "("
     with pytest.raises(RequestError, match=r"\$\.properties\.d is not valid: unclosed group"):
         guide(schema_spec(schema, is_strict=False))

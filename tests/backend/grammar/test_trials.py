@@ -30,7 +30,7 @@ def schema(**keywords):
 
 
 def tag(schema):
-    """Return a structural tag whose text is null or a value that a JSON schema allows."""
+    """Return a structural tag for texts that are `null` or match a JSON schema."""
     node = {"type": "json_schema", "json_schema": {"anyOf": [{"type": "null"}, schema]}}
     return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": node}))
 

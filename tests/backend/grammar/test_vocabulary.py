@@ -28,7 +28,7 @@ def test_byte_fallback_pieces_are_bytes():
     assert (vocabulary.tokens[1], vocabulary.tokens[3 + 0xC3]) == (b" a", b"\xc3")
     assert vocabulary.tokens[259] == b"<s>"
     assert 259 in vocabulary.special_ids
-    # The logits have 300 tokens, 40 more than the tokenizer.
+    # The model has logits for 300 tokens, and the tokenizer has 260 tokens.
     assert vocabulary.tokens[299] == b""
     assert 299 in vocabulary.unusable_ids
 

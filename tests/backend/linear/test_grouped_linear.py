@@ -28,7 +28,7 @@ def group_size_for(size, bits):
 
 
 def quantised(outputs, inputs, group_size, bits, *, zero_kind, signed, seed=0):
-    """Return random integers with scales and zero points, and the weights that result from them.
+    """Return random integers with scales and zero points, and the dequantised weights.
 
     `zero_kind` is a member of `ZEROS`.
     """
@@ -111,7 +111,7 @@ def test_tiles_of_integers_give_the_same_bits_as_vectors(zero_kind):
         bias = torch.randn(outputs)
         layer = GroupedLinear.from_quantised(values, scales, zeros, group_size, bits=8, bias=bias)
         x = torch.randn(rows, inputs)
-        # This instruction set has vectors, but no tiles.
+        # This instruction set has vector instructions, but no instructions for matrix tiles.
         with torch.inference_mode(), forced_instruction_set("avx512_bf16"):
             expected = layer(x)
         with torch.inference_mode():
@@ -141,7 +141,7 @@ def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(
         output_of_fewer_rows = layer(x[:128])
 
     expected = x.double() @ weights.T + bias.double()
-    # Weights and outputs are rounded to bfloat16, which has 8 significant bits.
+    # The kernel rounds weights and outputs to bfloat16, which has 8 significant bits.
     assert (output - expected).abs().max() < 6e-3 * expected.abs().max()
     assert torch.equal(output_of_fewer_rows, output[:128])
 

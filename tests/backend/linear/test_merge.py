@@ -39,7 +39,7 @@ pytestmark = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 class Layers(nn.Module):
-    """Three layers with the same input. `sizes` contains their numbers of outputs."""
+    """Three layers with the same input. `sizes` contains the number of outputs of each layer."""
 
     def __init__(self, sizes, bias=(False, False, False)):
         super().__init__()
@@ -52,7 +52,7 @@ class Layers(nn.Module):
 
 
 def change_layout(layers, layout):
-    """Pack or round the weights of the layers, as `layout` requires (see `LAYOUTS`)."""
+    """Convert the weights of the layers to `layout`: "as loaded", "packed", "int8" or "int4"."""
     if layout == "packed":
         prepack_linears(layers)
     elif layout != "as loaded":
@@ -102,7 +102,8 @@ def test_a_layer_with_another_input_than_its_group_computes_its_own_output(layou
     _, second_output, third_output = (output.clone() for output in layers(other))
     merge_linears(layers, lambda: layers(x))
 
-    # The first layer computes the outputs of all layers for its input.
+    # The first layer computes the outputs of all three layers for its input. The other layers must
+    # not return these outputs if they get another input.
     layers.first(x)
     torch.testing.assert_close(layers.second(other), second_output)
     torch.testing.assert_close(layers.third(other), third_output)
@@ -171,7 +172,7 @@ def test_an_engine_with_merged_layers_gives_the_same_tokens(
 
 
 def tokens_and_classes(path, **settings):
-    """Return the answers of an engine, and the classes of the modules of its model."""
+    """Return the answers of an engine, and the set of classes of its model's modules."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     config = EngineConfig(str(path), kv_cache_memory="4MiB", dtype="float32", **settings)
     engine = Engine(config)

@@ -49,7 +49,7 @@ class Layers(nn.Module):
 
 
 def serve(lora_layers, adapters_of_chunks, num_rows):
-    """Return a context in which chunk i has `num_rows[i]` rows and uses `adapters_of_chunks[i]`."""
+    """Return a context for a step: chunk i has `num_rows[i]` rows and the i-th adapter."""
     return lora_layers.serving(
         [
             SimpleNamespace(sequence=SimpleNamespace(adapter=adapter), num_tokens=count)
@@ -59,10 +59,10 @@ def serve(lora_layers, adapters_of_chunks, num_rows):
 
 
 def make_adapters(lora_layers, model, ranks, dtype):
-    """Add one adapter for each rank. The second adapter leaves the second layer unchanged.
+    """Add one adapter for each rank. The second adapter does not change the second layer.
 
     Returns:
-        A dict from each adapter to its matrices: a `LayerPair` for each name of a layer.
+        The matrices of each adapter: a dict from the name of a layer to a `LayerPair`.
     """
     matrices_of_adapters = {}
     for number, rank in enumerate(ranks):
@@ -96,7 +96,7 @@ def expected_outputs(model, x, adapters_of_rows, matrices_of_adapters):
 
 
 def assert_close(outputs, expected_outputs, dtype):
-    """Compare the outputs of each layer within the rounding errors of `dtype`."""
+    """Check that the outputs of each layer are equal within the rounding errors of `dtype`."""
     for output, expected in zip(outputs, expected_outputs, strict=True):
         scale = expected.abs().max().clamp(min=1.0)
         assert ((output.double() - expected).abs().max() / scale).item() < TOLERANCE[dtype]
@@ -134,9 +134,10 @@ def test_every_row_gets_the_product_of_its_adapter(
 
 
 def check_rows_are_independent(model, lora_layers, x, adapters_of_rows, layer_outputs):
-    """Check that the bits of a row do not depend on the other rows.
+    """Check that the output of a row is bitwise equal to the output of the row alone.
 
-    Without an adapter, the bits also do not depend on the use of adapters in other rows.
+    If the row has no adapter, check also that the output is bitwise equal to the output in a step
+    without any adapter.
     """
     plain_outputs = model(x)
     for row, adapter in enumerate(adapters_of_rows):
@@ -172,7 +173,8 @@ def test_a_layer_that_computes_other_rows_uses_the_adapters_of_the_chunks():
     of_chunks = [first, None, second]
     x = torch.randn(6, 8)
 
-    # The layers compute two rows for each of the three chunks of one token.
+    # The layers get two rows for each of the three chunks, although each chunk has one token. Some
+    # layers of models compute several rows for a token.
     with serve(lora_layers, of_chunks, [1, 1, 1]):
         outputs = model(x)
 

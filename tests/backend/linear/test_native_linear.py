@@ -20,9 +20,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no AVX2")
 
 
-# The other tests use the fastest instruction set of this processor. These tests use two more sets:
-# one without matrix tiles, and the one with the shortest vectors. Each set requires a library that
-# must be built, so further sets are not tested.
+# The other tests use the fastest instruction set of this processor. These tests use two slower
+# instruction sets: one without matrix tiles, and the one with the shortest vectors. No further
+# instruction sets are tested, because building a library for each of them takes time.
 OTHER_KERNELS = [
     s.name for s in supported_instruction_sets()[1:] if s.name in ("avx512_bf16", "avx2")
 ]
@@ -79,7 +79,8 @@ def test_memory_around_the_output_is_not_written(dtype):
     rows, dim, outputs, num_threads = 13, 8, 21, 2
     weight, x = torch.randn(outputs, dim).to(dtype), torch.randn(rows, dim).to(dtype)
     packed = pack(weight)
-    # The output is the second third of this memory.
+    # The kernel writes its output to the second third of this memory. It must not change the other
+    # two thirds.
     memory = torch.full((3, rows, outputs), 7.0, dtype=dtype)
     native_linear.kernels().nereid_linear(
         dtype == torch.bfloat16,

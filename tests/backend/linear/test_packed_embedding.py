@@ -29,7 +29,7 @@ IDS = torch.tensor([[0, 74, 16, 15], [31, 32, 5, 5]])
 
 
 def llama(dtype=torch.float32, *, tied=True):
-    """Return a tiny model. With `tied`, the output layer shares the weight of the embedding."""
+    """Return a tiny model. If `tied` is true, the output layer and the embedding share a weight."""
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
     return LlamaForCausalLM(config).to(dtype).eval()
@@ -73,7 +73,7 @@ def test_an_embedding_is_rounded_like_the_output_layer(tied, bits):
     assert (rows - original_rows).abs().max() <= original_rows.abs().max() / largest_integer
     if tied:
         assert torch.equal(rows, model.lm_head.dequantised()[IDS])
-    # Code that reads the unpacked weight gets NaN.
+    # The unpacked weight is a placeholder of NaN, so code that reads it gets a wrong result.
     assert embedding.weight.isnan().all()
 
 
@@ -102,7 +102,10 @@ def test_a_model_that_reads_the_weight_of_its_embedding_directly_stays_unchanged
     quantise_linears(model, 8)
 
     def gives_finite_numbers():
-        """Use the weight directly, as such a model does. A packed embedding has a weight of NaN."""
+        """Use the embedding's weight directly, and return whether the result is finite.
+
+        The weight of a packed embedding is NaN, so such a model cannot have a packed embedding.
+        """
         return bool((embedding(IDS) + embedding.weight[IDS]).isfinite().all())
 
     assert not pack_embedding(model, gives_finite_numbers, can_round=True)
@@ -128,7 +131,8 @@ def test_a_class_that_scales_its_rows_keeps_the_scale_also_in_another_process():
     torch.testing.assert_close(embedding(IDS), expected_rows)
     torch.testing.assert_close(embedding(IDS), original_rows, atol=scale / 100, rtol=0)
 
-    # In another process, the embedding has the same class and shape, but not the same numbers.
+    # The skeleton of a model is the model without its weights. In another process, the embedding of
+    # the skeleton has the same class and shape.
     copied_model = unpack_skeleton(pack_skeleton(Skeleton(model, "eager", False, 1))).model
     copied_embedding = copied_model.get_input_embeddings()
     class_name = "GroupedEmbeddingOfGemma2TextScaledWordEmbedding"

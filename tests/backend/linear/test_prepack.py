@@ -32,7 +32,7 @@ def answers(path, **settings):
 
 @pytest.fixture(params=["own kernel", "oneDNN"], autouse=True)
 def products(request, monkeypatch):
-    """Run each test with the packed weights of Nereid's kernel, and with those of oneDNN."""
+    """Run each test twice: with weights packed for Nereid's kernel, and packed for oneDNN."""
     if request.param == "oneDNN":
         monkeypatch.setattr(native_linear, "can_pack", lambda weight: False)
 

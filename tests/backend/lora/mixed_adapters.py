@@ -14,7 +14,7 @@ def answer_mixed(engine, names=NAMES, *, check_blocks=True):
     If `check_blocks` is true, check after each step that all used blocks belong to requests.
 
     Returns:
-        For each adapter, the tokens of each prompt's answer.
+        A dict from the name of each adapter to the tokens of its answers, one for each prompt.
     """
     for index, prompt in enumerate(PROMPTS):
         for name in names:
@@ -53,5 +53,5 @@ def references(folder, models):
 
 
 def adapters(folder):
-    """Return the folders of the adapters by their names."""
+    """Return a dict from the name of each adapter to its folder in `folder`."""
     return {name: str(folder / name) for name in NAMES if name}

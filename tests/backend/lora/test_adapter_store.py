@@ -83,7 +83,7 @@ def test_unfinished_requests_keep_an_adapter_that_is_unloaded_or_replaced(engine
         tokens += [token for update in engine.step() for token in update.new_token_ids]
 
     assert tokens == expected
-    # When the next adapter is loaded, the old adapters are removed from the memory.
+    # Unloaded adapters stay in memory until the next adapter is loaded.
     engine.load_lora("y", folders["c"])
     assert len(engine._parts.adapters._resident) == 1
 
@@ -122,7 +122,7 @@ def test_changed_or_missing_files_refuse_only_requests_of_the_adapter(
     checkpoint, folders, size, tmp_path
 ):
     paths = {name: shutil.copytree(folders[name], str(tmp_path / name)) for name in "ab"}
-    # The memory has space for one adapter, so another adapter must be read again.
+    # The memory has space for only one adapter, so each change of the adapter reads its files.
     engine = open_engine(checkpoint("llama"), lora_adapters=paths, lora_memory=size)
 
     shutil.copy(f"{folders['c']}/adapter_model.safetensors", paths["a"])
@@ -213,7 +213,8 @@ _Q = "base_model.model.model.layers.0.self_attn.q_proj"
     ],
 )
 def test_an_unsuitable_tensor_is_refused_by_name(changes, message, engine, folders, tmp_path):
-    # A change removes a tensor (None), inserts numbers ("nan", "huge") or sets the shape.
+    # A change is None (remove the tensor), "nan" or "huge" (insert such numbers), or a shape
+    # (replace the tensor by one with this shape).
     folder = shutil.copytree(folders["a"], tmp_path / "x")
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, change in changes.items():
@@ -243,7 +244,7 @@ def test_a_rank_that_differs_from_the_matrices_is_refused(settings, engine, fold
         engine.load_lora("x", str(folder))
     assert engine.lora_names == []
 
-    # A pattern can give all layers the right rank.
+    # The wrong rank `r` has no effect if `rank_pattern` sets the right rank for all layers.
     write_config(folder, r=8, rank_pattern={r".*_proj": 4})
     engine.load_lora("x", str(folder))
 

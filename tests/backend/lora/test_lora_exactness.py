@@ -55,7 +55,8 @@ def test_mixed_adapters_equal_merged_weights(family, tmp_path):
 def test_preempted_requests_keep_their_adapters(llama):
     folder, expected = llama
     engine = open_engine(folder / "0", lora_adapters=adapters(folder))
-    # The free blocks have space for 72 tokens, and the longest sequence has 56 tokens.
+    # The free blocks have space for 72 tokens. This is enough for the longest sequence, which has
+    # 56 tokens, but not for all requests at the same time.
     pool = engine._parts.pool
     withheld_blocks = pool.allocate(pool.num_free - 72 // engine.info.block_size)
     assert answer_mixed(engine, check_blocks=False) == expected

@@ -22,7 +22,8 @@ class Compilation:
 
     Attributes:
         last: the compilation that was started last.
-        outcome: None while the compilation runs, "" after its success, or the reason of a failure.
+        outcome: None while the compilation runs, "" if it has succeeded, or the reason why it has
+            failed.
     """
 
     last: "Compilation"
@@ -70,7 +71,7 @@ def use_library(monkeypatch, run):
 
 @pytest.fixture
 def engine(checkpoint):
-    """An engine. Its attribute `lines` contains the progress messages."""
+    """An engine with an additional attribute `lines`, which contains the progress messages."""
     lines = []
     config = EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB", max_num_seqs=4)
     engine = Engine(config, progress=lines.append)
@@ -268,7 +269,7 @@ def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
 
 
 def test_several_engines_may_check_a_library_at_the_same_time(tmp_path, monkeypatch):
-    # This file has one byte for each check that has not succeeded.
+    # This file contains one byte for each recorded check that has failed or still runs.
     records = tmp_path / "failed_checks"
     # Each engine has its own process, and thus its own dict of running checks.
     checks_of_engines = [{} for _ in range(5)]

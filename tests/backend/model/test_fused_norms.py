@@ -28,7 +28,7 @@ class GatedRMSNorm(Qwen3RMSNorm):
 
 
 def model_of(norm, dtype=torch.float32):
-    """Return a model with a linear layer, and with `norm` in a dict of modules."""
+    """Return a model that consists of a linear layer and a `ModuleDict` with the module `norm`."""
     generator = torch.Generator().manual_seed(1)
     for parameter in norm.parameters():
         parameter.data = torch.rand(parameter.shape, generator=generator) + 0.5
@@ -95,7 +95,7 @@ def test_norms_stay_replaced_only_if_the_path_still_gives_the_right_logits(
     monkeypatch.setattr(accelerate_path, "check_path", Mock(side_effect=error))
     model = model_of(Qwen3RMSNorm(8))
     model.dtype = torch.float32
-    # A chosen forward path, of which only the following attributes are used.
+    # A fake of a chosen forward path, with only the attributes that `use_fused_norms` reads.
     chosen_path = SimpleNamespace(
         spec=SimpleNamespace(build=lambda _: None), trial=SimpleNamespace(sizes=None)
     )

@@ -165,7 +165,7 @@ def test_a_file_that_another_process_has_deleted_is_no_reason_for_a_warning(tmp_
 def test_writes_are_refused_while_too_many_bytes_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_store, "_MAX_PENDING_BYTES", 1000)
     store = open_store(tmp_path)
-    # A queue that drops everything, so that the bytes wait for ever.
+    # The fake queue drops all items, so the store never writes them and their bytes stay pending.
     monkeypatch.setattr(store, "_queue", type("Queue", (), {"put": lambda *_: None})())
     assert store.write(b"a", b"1" * 600)
     assert not store.write(b"b", b"1" * 600)

@@ -130,7 +130,7 @@ def test_the_same_tokens_computed_twice_are_found_once(pool, cache):
 
 
 def num_common_blocks(first: list[int], second: list[int]) -> int:
-    """Return the number of full blocks with equal tokens at the start of two prompts."""
+    """Return the number of full blocks in the longest common prefix of two prompts."""
     pairs = zip(first, second, strict=False)
     num_equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
     return num_equal // BLOCK

@@ -18,7 +18,7 @@ def steps_until_first_token(scheduler, name, limit=50):
 
 
 def crowded(num_steps=3, num_requests=200, prompt_len=40, **settings):
-    """Return a scheduler with long requests of the client "greedy", after some steps."""
+    """Return a scheduler after `num_steps` steps with long requests of the client "greedy"."""
     scheduler = make_scheduler(**settings)
     for index in range(num_requests):
         name = f"long {index}"

@@ -46,7 +46,7 @@ def save_with_mtp(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
 
 
 def _add_mtp_weights(path: Path, hidden_size: int) -> None:
-    """Rename the weights of the third layer to an MTP layer, and add the other MTP weights."""
+    """Turn the third layer of a checkpoint into an MTP layer: rename and add weights."""
     tensors = {
         name.replace("model.layers.2.", "mtp.layers.0."): tensor
         for name, tensor in load_file(path).items()

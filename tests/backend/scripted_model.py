@@ -112,7 +112,7 @@ class ScriptedModel:
                 self.snapshots[snapshot] = self.states[plan.chunks[index].sequence.row]
 
     def _copy_blocks(self, plan: StepPlan) -> None:
-        # All sources are read before a target is written, as on a GPU.
+        # Read all source blocks before writing the first target block, as the GPU does.
         contents = [self._block(source) for source, _ in plan.copies]
         for (_, target), slots in zip(plan.copies, contents, strict=True):
             self.slots[target * BLOCK : (target + 1) * BLOCK] = slots
@@ -133,7 +133,7 @@ class ScriptedModel:
                 self.snapshots.pop(snapshot, None)
 
     def _advance_state(self, sequence: Sequence, known: list[int], start: int, end: int) -> None:
-        """Check that the state of the row covers `known[:start]`, and add the tokens to `end`."""
+        """Check that the state covers exactly `known[:start]`, and add `known[start:end]` to it."""
         expected = hash(sequence.params.cache_salt)
         for token in known[:start]:
             expected = hash((expected, token))
@@ -165,7 +165,11 @@ class ScriptedModel:
             self.slots[block * BLOCK : (block + 1) * BLOCK] = [None] * BLOCK
 
     def _store(self, chunk: Chunk, pending: list[int]) -> None:
-        """Store the hashes of a chunk in all groups of layers. `pending` is the token to sample."""
+        """Store the hashes of a chunk in all groups of layers.
+
+        `pending` contains the token that the previous step sampled, if the scheduler did not know
+        this token when it planned the chunk.
+        """
         sequence, start, num_tokens = chunk[:3]
         known = sequence.token_ids + sequence.draft_token_ids + pending
         assert start + num_tokens <= len(known)
@@ -183,10 +187,11 @@ class ScriptedModel:
     def _store_group(
         self, chunk: Chunk, known: list[int], group: int, window: AttentionWindow | None
     ) -> None:
-        """Store the hashes of a chunk in one group. Each hash includes the hash before it.
+        """Store the hashes of a chunk in one group. Each hash is computed from the previous hash.
 
-        With an attention window, the first hash comes from the known tokens, because the slots
-        before the window may be freed. Otherwise, every hash comes from the cache.
+        In a group without an attention window, the previous hash is read from the cache. In a group
+        with a window, the hash before the chunk is computed from the known tokens, because the
+        slots before the window may be freed.
         """
         sequence, start, num_tokens = chunk[:3]
         previous_hash = None
@@ -200,13 +205,16 @@ class ScriptedModel:
             self.slots[self._slot(sequence, position, group)] = previous_hash
 
     def _followers(self, chunk: Chunk) -> list[int]:
-        """Return the prompt tokens that follow the tokens for which the chunk computes logits."""
+        """Return the prompt tokens whose logprobs the chunk computes.
+
+        Each of them follows a token for which the chunk computes logits.
+        """
         first = chunk.start + chunk.num_tokens - chunk.num_logits + 1
         end = min(chunk.start + chunk.num_tokens + 1, chunk.sequence.num_prompt_tokens)
         return chunk.sequence.token_ids[first:end]
 
     def _answer(self, chunk: Chunk) -> Sampled:
-        """Return the sampled tokens of a chunk, or an error with the probability `broken`."""
+        """Return the sampled tokens of a chunk. With the probability `broken`, return an error."""
         sequence = chunk.sequence
         if self._rng.random() < self._broken:
             return self._fail(chunk)
@@ -225,7 +233,7 @@ class ScriptedModel:
         return Sampled(token_ids=new, logprobs=[-0.5] * len(new))
 
     def _fail(self, chunk: Chunk) -> Sampled:
-        """Write NaN into the slots of the chunk's last token, and return an error."""
+        """Write NaN into the slot of the chunk's last token in each group, and return an error."""
         sequence = chunk.sequence
         self._failed_sequences.add(sequence)
         for group in range(len(self._windows)):
@@ -235,9 +243,9 @@ class ScriptedModel:
         return Sampled(token_ids=[], logprobs=[], error="not finite")
 
     def _check(self, sequence: Sequence, tokens: list[int], first: int, group: int) -> int:
-        """Return the hash of all tokens.
+        """Return the hash of all tokens, and check the cache.
 
-        The cache must contain the hashes of the tokens from index `first` on.
+        For each token from index `first` on, the cache must contain the hash of the tokens so far.
         """
         expected = hash(sequence.params.cache_salt)
         for position, token in enumerate(tokens):
@@ -259,6 +267,6 @@ class ScriptedModel:
 
 
 def used_blocks(sequence: Sequence) -> list[int]:
-    """Return the blocks of a sequence in all groups, except the blocks that were released."""
+    """Return the blocks of a sequence in all groups, without the blocks that it has released."""
     tables = zip(sequence.block_tables, sequence.num_null_blocks, strict=True)
     return [block for table, num_released in tables for block in table[num_released:]]

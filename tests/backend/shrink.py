@@ -76,7 +76,8 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     with torch.device("meta"):
         size = sum(p.numel() for p in _build(config).parameters())
     if size > _MAX_PARAMETERS:
-        raise ValueError(f"{model_type}: the model has {size} parameters; a size has a new name")
+        problem = "the rules do not make all of its sizes small"
+        raise ValueError(f"{model_type}: the model has {size} parameters, so {problem}")
     torch.manual_seed(0)
     hints = HINTS.get(model_type, {})
     model = _build(config)
@@ -99,7 +100,7 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _shrunk(config: PretrainedConfig, hints: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a config with small sizes, and with the changes in `hints`."""
+    """Return the attributes of a config. Replace large sizes by small ones, and apply `hints`."""
     old = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     for name in ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype"):
         old.pop(name, None)
@@ -115,7 +116,7 @@ def _shrunk(config: PretrainedConfig, hints: dict[str, Any]) -> dict[str, Any]:
             sub = sub_configs[name]
             new[name] = {**_shrunk(sub, hints.get(name, {})), "model_type": sub.model_type}
         elif isinstance(value, list) and kept_layers and len(value) == depth:
-            # The list has one item for each layer.
+            # This list has one item for each layer. Keep the items of the layers that remain.
             new[name] = [value[layer] for layer in kept_layers]
     if kept_layers:
         new |= {name: len(kept_layers) for name in _DEPTHS if name in new}
@@ -160,7 +161,7 @@ def _per_layer(
 
 
 def _small(name: str, value: Any) -> Any:
-    """Return the small value of an attribute. Only token ids and positive integers change."""
+    """Return a small value for an attribute: only token ids and positive integers change."""
     if name in _TOKENS:
         return _TOKENS[name] if value is not None else None
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -173,8 +174,9 @@ def _small(name: str, value: Any) -> Any:
 def _kept_layers(old: dict[str, Any], hints: dict[str, Any]) -> list[int]:
     """Return the indices of the layers that the tiny model keeps.
 
-    The tiny model has at least one layer of every kind, but at most `_MAX_LAYERS` layers. Return an
-    empty list if the config does not list the kinds of its layers.
+    The tiny model has one layer of every kind, but at most `_MAX_LAYERS` layers. If all layers are
+    of one kind, it has two layers. Return an empty list if the config does not list the kinds of
+    its layers.
     """
     if "_layers" in hints:
         return hints["_layers"]
@@ -185,12 +187,13 @@ def _kept_layers(old: dict[str, Any], hints: dict[str, Any]) -> list[int]:
     ]
     if not lists:
         return []
-    # The kind of a layer is the tuple of its items in all lists of the same length.
+    # The kind of a layer is the tuple of its items in all lists, for example ("full_attention",
+    # "sparse"). Lists of another length are ignored.
     kinds = list(zip(*[items for items in lists if len(items) == len(lists[0])], strict=True))
     first_layers = {kind: kinds.index(kind) for kind in kinds}
     kept = sorted(first_layers.values())[:_MAX_LAYERS]
     if len(kept) == 1 and len(kinds) > 1:
-        # All layers are of one kind. The tiny model has two of them.
+        # All layers are of one kind. Keep two of them.
         kept = [0, 1]
     return kept
 

@@ -109,9 +109,9 @@ def test_preempted_requests_are_drafted_again(checkpoint, draft_of):
     expected = reference(checkpoint("qwen3"))
     max_model_len = 80
     measuring_engine = open_engine(checkpoint("qwen3"))
-    # The cache has space for one of the longest sequences and a part of another one. The draft
-    # model has the same shape as the model, so its keys and values need as much memory as those of
-    # the model.
+    # The cache has space for one sequence of the largest length and 20 tokens of another sequence.
+    # The memory is doubled, because the keys and values of the draft model need the same memory as
+    # those of the model.
     kv_cache_memory = 2 * bytes_for(measuring_engine, num_tokens=max_model_len + 20)
     measuring_engine.close()
     engine = open_engine(
@@ -188,7 +188,7 @@ def small_vocabulary(tmp_path_factory):
 
 
 def count_sampled_answers(folder, prompt, settings) -> Counter[tuple[int, ...]]:
-    """Sample 2560 answers of three tokens with drafts, and count the equal answers."""
+    """Sample 2560 answers of three tokens with drafts. Return how often each answer was sampled."""
     engine = open_engine(
         folder, max_model_len=32, max_num_seqs=64, num_speculative_tokens=3, **settings
     )
@@ -208,8 +208,8 @@ def count_sampled_answers(folder, prompt, settings) -> Counter[tuple[int, ...]]:
 def cells_of_test(answer_counts, probabilities) -> tuple[list[int], list[float]]:
     """Return the observed and the expected number of answers in each cell of a chi-square test.
 
-    Each answer has its own cell. The test requires at least 5 expected answers in each cell, so
-    all rarer answers share the last cell.
+    A chi-square test requires at least 5 expected answers in each cell. An answer that is expected
+    at least 5 times has its own cell, and all rarer answers share the last cell.
     """
     num_answers = answer_counts.total()
     expected = {answer: num_answers * share for answer, share in probabilities.items()}
@@ -240,7 +240,10 @@ def test_sampling_with_drafts_keeps_the_distribution_of_the_model(
 
 
 def test_the_answers_of_the_model_do_not_have_the_distribution_of_the_draft_model(small_vocabulary):
-    """If the answers had the distribution of the draft model, the chi-square test would fail."""
+    """Check that the chi-square test can tell the model from the draft model.
+
+    The test above would be useless if it also accepted answers of the draft model.
+    """
     target, draft = small_vocabulary
     prompt = [1, 2, 3, 4, 1, 2]
     answer_counts = count_sampled_answers(target, prompt, {"draft_model": str(draft)})

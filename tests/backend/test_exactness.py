@@ -79,8 +79,8 @@ def model(request, references):
 def cases(values, usual_values):
     """Return test parameters for all pairs of a model and one of `values`.
 
-    A pair is marked `long`, unless its value is in `usual_values` or its model is the first of its
-    forward path.
+    A pair is marked `long`, unless its value is in `usual_values` or its model is the first one in
+    the list of its forward path in `TYPES`.
     """
 
     def marks(path, name, value):

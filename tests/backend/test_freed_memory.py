@@ -37,7 +37,7 @@ def test_freed_memory_is_returned():
     )
     used_mib = re.fullmatch(r"used (\d+)\n", result.stdout)
     assert used_mib is not None, result.stdout
-    # The 50 remaining tensors have 60 MiB, and the 50 freed tensors had 60 MiB.
+    # The 50 remaining tensors use 60 MiB. If freed memory were kept, 120 MiB would be in use.
     assert int(used_mib[1]) < 110
 
 

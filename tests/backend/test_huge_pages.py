@@ -47,7 +47,7 @@ def test_a_moved_model_computes_equal_outputs_and_its_weights_stay_shared():
             assert torch.equal(tensor, buffers[name])
         assert strides == {name: tensor.stride() for name, tensor in model.named_parameters()}
         assert model.whole is whole_before_move
-        # If a tensor changes, the tensors that share its memory change, too.
+        # Tensors that shared memory still share it: a change of one tensor changes the other one.
         model.embedding.weight[3] = 7.0
         model.whole[2] = 7.0
     assert (model.output.weight[3] == 7.0).all()

@@ -195,8 +195,8 @@ def test_hidden_states_of_rejected_tokens_are_replaced(hidden, monkeypatch, max_
     first, second = make_sequence([5, 6, 7]), make_sequence([8])
     compute(hidden, (first, 0), (second, 0))
 
-    # The engine computes the draft tokens 1 and 2, rejects the draft token 2, and samples other
-    # tokens. The hidden state of a token is the id of the token.
+    # The engine computes the draft tokens 1 and 2, and rejects 2. The sequence then continues with
+    # the tokens 3 and 4. In this test, the hidden state of a token is the id of the token.
     first.token_ids += [1, 2]
     compute(hidden, (first, 3))
     first.token_ids[4:] = [3, 4]

@@ -33,13 +33,13 @@ BLOCK = 4
 
 
 class Watch(TorchDispatchMode):
-    """A context manager that records the copies from the CPU to the device.
+    """A context manager that watches the copies from the CPU to the device.
 
     Attributes:
         num_copies: the number of copies.
-        waiting_operators: the names of the operators for which the CPU would wait: copies outside
-            the module `device_transfer`, and tensors that torch creates on the device from Python
-            numbers.
+        waiting_operators: the names of the operators during which the CPU would wait for the
+            device. These operators are copies outside the module `device_transfer`, and operators
+            that create a tensor on the device from Python numbers.
     """
 
     def __init__(self):
@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode):
 
 
 def _is_called_from(file):
-    """Return whether a function of the source file `file` is on the call stack."""
+    """Return whether the call stack contains a function of the source file `file`."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == file:
@@ -130,8 +130,8 @@ def start_requests(all_settings, lengths):
     return scheduler
 
 
-# Each of the sequences has one new token. Their lengths differ so much that the attention code
-# divides the sequences into groups.
+# The lengths of the prompts differ so much that the attention code divides the sequences into
+# groups in decode steps.
 PROMPT_LENGTHS = [3 if number % 3 else 700 for number in range(len(REQUEST_SETTINGS))]
 
 
@@ -139,8 +139,9 @@ def start_two_steps(scheduler, path):
     """Start a step, and start the next step before the CPU has read the sampled tokens.
 
     Returns:
-        The first step in flight, the plan of the second step, and the watch of all copies. A
-        pending chunk of the plan uses a sampled token that only the device has.
+        The first step in flight, the plan of the second step, and a `Watch` of the copies of both
+        steps. The pending chunks of the plan start with a token that the first step samples. Only
+        the device knows this token.
     """
     runner = Runner(path)
     first_plan = scheduler.plan()
@@ -167,7 +168,7 @@ def test_a_step_starts_without_waiting_for_the_device(vocab_size, dtype):
 @pytest.mark.parametrize("vocab_size", [45, 40_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_of_a_single_request_starts_without_waiting_for_the_device(vocab_size, dtype):
-    # For a single request, the sampler can use other code than for several requests.
+    # Each request runs alone, because the sampler has special cases for a single request.
     for request_settings, length in zip(REQUEST_SETTINGS, PROMPT_LENGTHS, strict=True):
         scheduler = start_requests([request_settings], [length])
         _, second_plan, watch = start_two_steps(scheduler, MetaPath(vocab_size, dtype))
@@ -239,7 +240,7 @@ def test_packed_arrays_are_aligned_and_keep_their_shapes():
         assert tensor.shape == array.shape
         assert np.array_equal(tensor.numpy(), array)
         assert (tensor.data_ptr() - packed.data_ptr()) % 64 == 0
-    # The unpacked tensors are views of the packed memory. An empty tensor has no memory.
+    # The unpacked tensors are views of the packed tensor. (Empty tensors have no memory.)
     storages = {tensor.untyped_storage().data_ptr() for tensor in unpacked if tensor.numel()}
     assert storages == {packed.untyped_storage().data_ptr()}
 
@@ -262,10 +263,10 @@ SPECS = [
 
 
 def record_attention_kernels(monkeypatch):
-    """Replace the attention kernels, because kernels cannot run on the meta device.
+    """Replace the attention kernels by fakes, because kernels cannot run on the meta device.
 
-    Return a list that receives the kind of each launched kernel, "decode" or "prefill". The
-    replacements read the inputs of their kernels, because the reading may cause copies.
+    Return a list to which each fake appends the kind of its kernel, "decode" or "prefill". The
+    fakes read the inputs of their kernels, because reading an input may cause a copy.
     """
     launched_kernels = []
 
@@ -284,10 +285,10 @@ def record_attention_kernels(monkeypatch):
 
 
 def chunks_of_lengths(lengths):
-    """Return a chunk for each length, first the chunks of one token.
+    """Return a chunk for each length. The chunks of one token come first.
 
-    A chunk of one token belongs to a sequence in the decode phase, which has earlier tokens. A
-    longer chunk is a whole prompt.
+    A chunk of one token is the last token of a sequence in the decode phase. A longer chunk is a
+    whole prompt.
     """
     chunks = []
     for row, length in enumerate(lengths):
@@ -302,7 +303,7 @@ def chunks_of_lengths(lengths):
 
 @pytest.mark.parametrize("lengths", [[1] * 5, [1, 700, 1, 9, 30], [40, 900]])
 def test_the_inputs_of_a_step_and_of_its_attention_layers_are_one_copy(lengths, monkeypatch):
-    """A step copies its inputs and the inputs of all attention layers to the GPU in one copy."""
+    """Check that one copy transfers the inputs of a step and of all its attention layers."""
     cache = GpuKVCache(SPECS, num_blocks=400, block_size=BLOCK, dtype=torch.bfloat16, device=DEVICE)
     builder = BatchBuilder(
         max_num_seqs=32,
@@ -326,6 +327,7 @@ def test_the_inputs_of_a_step_and_of_its_attention_layers_are_one_copy(lengths, 
 
     assert watch.num_copies == 1
     assert watch.waiting_operators == []
-    # Each layer launches one kernel for the chunks of one token and one for the longer chunks.
+    # Each layer launches a decode kernel if there are chunks of one token, and a prefill kernel if
+    # there are longer chunks.
     has_decode, has_prefill = min(lengths) == 1, max(lengths) > 1
     assert launched_kernels == (["decode"] * has_decode + ["prefill"] * has_prefill) * len(SPECS)

@@ -54,7 +54,7 @@ def answer(engine, prompt, **params):
 
 
 def answers_of(output):
-    """Return the tokens of each answer of a request."""
+    """Return the tokens of each answer to a request."""
     return [answer.token_ids for answer in output.outputs]
 
 
@@ -136,7 +136,8 @@ def test_a_preempted_sequence_continues_from_its_last_snapshot(engine):
     expected = [answers_of(answer(engine, prompt)) for prompt in prompts]
     small_engine = open_engine(engine.info.model)
     pool = small_engine._parts.pool
-    # The 38 free blocks of 4 tokens have space for two of the three sequences with 57 tokens.
+    # The 38 free blocks of 4 tokens have space for two sequences of 57 tokens. There are three such
+    # sequences, so the engine must preempt one.
     withheld_blocks = pool.allocate(pool.num_free - 38)
 
     outputs = small_engine.generate(prompts, PARAMS)

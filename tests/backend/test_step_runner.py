@@ -23,7 +23,7 @@ EOS = 44
 def make_sequence(prompt=(1, 2, 3), row=0, seed=0, guide=False, **params):
     """Return a new sequence with the sampling parameters `params`.
 
-    The argument `guide` is a guide, or True for a new `ModularGuide`.
+    `guide` is the guide of the sequence; True creates a `ModularGuide`, and False no guide.
     """
     sequence = Sequence(
         "r",
@@ -111,7 +111,7 @@ def test_the_tokens_of_a_request_do_not_depend_on_other_requests_chunks_rows_or_
     expected = [answer_alone(new_sequence(number), 30) for number in numbers]
     assert len({tuple(tokens) for tokens in expected}) == len(SETTINGS)
 
-    # Each step computes random chunks of random sequences. A few steps start with preemptions.
+    # Each step computes random chunks of random sequences. Some steps follow a preemption.
     runner = Runner(HashedPath(VOCAB))
     sequences = [new_sequence(number) for number in numbers]
     num_drafts = 0
@@ -129,7 +129,7 @@ def test_the_tokens_of_a_request_do_not_depend_on_other_requests_chunks_rows_or_
 
 
 def _move_to_other_rows(sequences, rng):
-    """Move each sequence to another row, as a preemption and a resumption of the sequence would."""
+    """Move each sequence to a random row, as if it had been preempted and resumed."""
     rows = rng.sample(range(20), len(sequences))
     for sequence, row in zip(sequences, rows, strict=True):
         sequence.row, sequence.num_computed_tokens = row, 0
@@ -138,8 +138,9 @@ def _move_to_other_rows(sequences, rng):
 def _random_chunk(sequence, answer, rng):
     """Return a random chunk of a sequence.
 
-    The chunk contains a part of the tokens that are not computed yet, or all of these tokens and up
-    to four draft tokens. In about half of the drafts, one token differs from `answer`.
+    The chunk contains some of the tokens that are not computed yet, or all of them together with up
+    to four draft tokens. The draft tokens are copied from `answer`, but in about half of the chunks
+    one of them is replaced by a random token.
     """
     start, num_known = sequence.num_computed_tokens, len(sequence.token_ids)
     if num_known - start > 1 and rng.random() < 0.3:
@@ -168,7 +169,10 @@ def test_right_drafts_are_kept_and_the_first_wrong_one_is_replaced():
 
 
 def test_drafts_do_not_change_the_distribution():
-    """With 6000 seeds, the frequencies of the first two tokens fit the exact probabilities."""
+    """Sample two tokens with each of 6000 seeds.
+
+    Compare the frequencies of the pairs of tokens with the exact probabilities.
+    """
     vocab_size, num_sequences = 6, 6000
     path = HashedPath(vocab_size, spread=1.0)
     params = {"temperature": 1.2, "top_p": 0.9, "frequency_penalty": 0.4}
@@ -179,7 +183,8 @@ def test_drafts_do_not_change_the_distribution():
 
     run(Runner(path), *(chunk_of(sequence, drafts=drafts) for sequence in sequences))
     lengths = Counter(len(output_of(sequence)) for sequence in sequences)
-    # If the first draft token was rejected, the sequence needs a second step for its second token.
+    # If the first draft token is rejected, the first step samples only one token. These sequences
+    # need another step for their second token.
     short = [sequence for sequence in sequences if len(output_of(sequence)) == 1]
     run(Runner(path), *(chunk_of(sequence, start=2, drafts=()) for sequence in short))
 
@@ -189,7 +194,8 @@ def test_drafts_do_not_change_the_distribution():
         first, second = output_of(sequence)[:2]
         pair_counts[first, second] += 1
     assert (pair_counts[probabilities == 0] == 0).all()
-    # The chi-square test requires at least 5 expected pairs in each cell.
+    # A chi-square test requires at least 5 expected pairs in each cell, so only the likely pairs
+    # are compared.
     is_likely = probabilities * num_sequences > 5
     assert is_likely.sum() > 12
     observed, expected = pair_counts[is_likely], probabilities[is_likely] * num_sequences
@@ -198,7 +204,7 @@ def test_drafts_do_not_change_the_distribution():
 
 
 def _pair_probabilities(path, prompt, **params):
-    """Return the matrix of the probabilities of all pairs of a first and a second token."""
+    """Return a matrix: entry [a, b] is the probability that the first two tokens are a and b."""
     probabilities = np.zeros((path.vocab_size, path.vocab_size))
     for first, probability in enumerate(_exact(path.logits_after(prompt), [], **params)):
         second_probabilities = _exact(path.logits_after([*prompt, first]), [first], **params)
@@ -234,7 +240,7 @@ def test_a_guide_restricts_every_token_and_accepts_the_chosen_tokens():
 
 
 def test_forced_tokens_come_with_the_token_that_forces_them():
-    # The guide requires the tokens 8, 9 and 10 after a multiple of seven, such as 14.
+    # After a multiple of seven, such as token 14, the guide allows only the tokens 8, 9, 10.
     sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100})
     result = run(Runner(HashedPath(VOCAB)), chunk_of(sequence))
     assert result.sampled[0].token_ids == [14, 8, 9, 10]
@@ -256,7 +262,7 @@ def test_drafts_after_forced_tokens_are_kept_too():
     [{"logprobs": 0}, {"allowed_token_ids": [8, 9, 10, 14]}, {"bad_words_token_ids": [[9, 9]]}],
 )
 def test_tokens_are_not_forced_if_other_parameters_need_the_logits(params):
-    # The guide requires the tokens 8, 9 and 10 after the token 14.
+    # After token 14, the guide allows only the tokens 8, 9, 10, one after the other.
     sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100}, **params)
     runner = Runner(HashedPath(VOCAB))
     for length in range(1, 5):
@@ -269,8 +275,8 @@ def test_tokens_are_not_forced_if_other_parameters_need_the_logits(params):
     ("min_tokens", "expected"), [(0, [14, 8, 9]), (2, [14, 8, 9]), (3, [14, 8])]
 )
 def test_forced_tokens_end_at_a_stop_token_and_wait_for_min_tokens(min_tokens, expected):
-    # The guide requires the tokens 8, 9 and 10 after the token 14. The token 9 ends the answer, so
-    # it is forbidden before the answer has `min_tokens` tokens.
+    # After token 14, the guide allows only the tokens 8, 9, 10, one after the other. Token 9 is a
+    # stop token, so it is forbidden until the answer has `min_tokens` tokens.
     sequence = make_sequence(
         temperature=0.0,
         guide=True,
@@ -299,7 +305,7 @@ def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_b
 
 
 class BrokenGuide(ModularGuide):
-    """A guide in which the method with the name `broken_method` raises an error."""
+    """A guide whose method `broken_method` raises an error."""
 
     def __init__(self, broken_method):
         self.broken_method = None  # The constructor of the base class calls `accept`.
@@ -353,7 +359,7 @@ def test_masks_are_filled_while_the_model_computes():
     model_started, mask_filled = threading.Event(), threading.Event()
 
     class WaitingPath(HashedPath):
-        """A model that ends its computation only after the guide has filled a mask."""
+        """A model whose forward pass waits until the guide has filled a mask."""
 
         def forward(self, plan, sampled=None):
             model_started.set()
@@ -361,7 +367,7 @@ def test_masks_are_filled_while_the_model_computes():
             return super().forward(plan)
 
     class WaitingGuide(ModularGuide):
-        """A guide that fills a mask only after the model has started to compute."""
+        """A guide that waits for the start of the forward pass before it fills a mask."""
 
         def fill(self, row):
             assert model_started.wait(timeout=60)
@@ -369,8 +375,8 @@ def test_masks_are_filled_while_the_model_computes():
             return super().fill(row)
 
     runner = Runner(WaitingPath(VOCAB))
-    # In the first step, the runner learns the size of the vocabulary, and thus of the masks. This
-    # step has no guide, so the model does not wait.
+    # In its first step, the runner learns the size of the vocabulary, which is also the size of the
+    # masks. This first step has no guide, so set the event for which the model would wait.
     mask_filled.set()
     run(runner, chunk_of(make_sequence()))
     model_started.clear()
@@ -390,7 +396,7 @@ def test_a_failed_step_waits_for_its_masks_and_clears_its_sequences():
             raise RuntimeError("out of memory")
 
     class SlowGuide(ModularGuide):
-        """A guide that needs 50 ms more than the model to fill a mask."""
+        """A guide that fills a mask 50 ms after the model has failed."""
 
         def fill(self, row):
             assert model_failed.wait(timeout=60)
@@ -399,7 +405,8 @@ def test_a_failed_step_waits_for_its_masks_and_clears_its_sequences():
             return super().fill(row)
 
     runner = Runner(HashedPath(VOCAB))
-    # In the first step, the runner learns the size of the vocabulary, and thus of the masks.
+    # In its first step, the runner learns the size of the vocabulary, which is also the size of the
+    # masks.
     run(runner, chunk_of(make_sequence()))
     runner._path = FailingPath(VOCAB)
     sequence = make_sequence(guide=SlowGuide(VOCAB))
@@ -448,7 +455,7 @@ def test_prompt_logprobs_are_computed_only_for_tokens_of_the_prompt():
 
     result = Runner(path).run(StepPlan([chunk_of(other), whole_prompt], num_tokens=7))
 
-    # The key is the index of the chunk. The first token of a prompt has no logprobs.
+    # The chunk at index 1 contains the whole prompt. The first token of a prompt has no logprobs.
     assert list(result.prompt_logprobs) == [1]
     report = result.prompt_logprobs[1]
     assert [top.token_ids[0] for top in report] == prompt[1:]
@@ -500,7 +507,8 @@ def test_masks_that_are_filled_quickly_are_filled_without_a_thread():
     for _ in range(60):
         assert run(runner, chunk_of(sequence)).sampled[0].error is None
 
-    # In the first step, the runner does not know the size of the masks yet. In the second step, it
-    # uses another thread, because it does not know yet that the masks are filled quickly.
+    # The first step fills its mask after the forward pass, because the runner does not know the
+    # size of the masks before. The second step uses another thread, because the runner does not
+    # know yet that masks are filled quickly.
     assert filling_threads[1] is not threading.current_thread()
     assert filling_threads[-1] is threading.current_thread()

@@ -8,7 +8,7 @@ import torch
 
 @contextlib.contextmanager
 def use_threads(num_threads: int) -> Iterator[None]:
-    """Compute with `num_threads` threads inside the context, and then as before."""
+    """Compute with `num_threads` threads inside the context. Restore the old number at the end."""
     previous = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -175,10 +175,11 @@ def with_adapter(folder: Path) -> tuple[Answers, Answers]:
 
 
 def _adaptable_layers(model: PreTrainedModel, sizes: dict[str, object]) -> list[str]:
-    """Return the names of the model's linear layers that the engine allows an adapter to change.
+    """Return the names of the linear layers that an adapter may change.
 
-    The keys of `sizes` are the names of these layers in the engine. A layer that shares its weight
-    with another layer is left out, because merging would also change the other layer.
+    The engine allows adapters for the layers whose names are keys of `sizes`. A layer that shares
+    its weight with another layer is left out: to merge an adapter into the weight would also change
+    the other layer.
     """
     weights = (getattr(module, "weight", None) for module in model.modules())
     num_users = Counter(w.data_ptr() for w in weights if isinstance(w, nn.Parameter))

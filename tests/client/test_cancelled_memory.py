@@ -59,7 +59,7 @@ async def stream(backend, prompt):
 
 
 async def cancel_one(coroutine, number):
-    """Start a call, wait, and cancel the call. The waiting time grows with `number`."""
+    """Start a call, and cancel it after a short time. The time increases with `number`."""
     task = asyncio.create_task(coroutine)
     await asyncio.sleep(0.01 + 0.002 * number)
     task.cancel()
@@ -93,7 +93,7 @@ async def bytes_a_cancel(port):
 
 @pytest.fixture(scope="module")
 def measured():
-    """The result of `bytes_a_cancel` in a process of its own, in which no other test has run."""
+    """The result of `bytes_a_cancel`, measured in a new process in which no other test runs."""
     with subprocess.Popen(
         [sys.executable, endless_server.__file__], stdout=subprocess.PIPE, text=True
     ) as server:

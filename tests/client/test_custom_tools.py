@@ -159,7 +159,7 @@ async def test_a_custom_tool_in_a_namespace_is_called_by_both_names(post, backen
     space = {"type": "namespace", "name": "box", "description": "A sandbox.", "tools": [FLAT]}
     text = call_text("box__shell", "ls")
 
-    # The client gets the namespace and the name, and the model gets one name of both.
+    # The model gets the single name "box__shell". The client gets the namespace and the name.
     body = await send(post, RESPONSES, [space, FLAT], input=text)
     functions = [tool["function"] for tool in passed_on(backend)["tools"]]
     assert [function["name"] for function in functions] == ["box__shell", "shell"]

@@ -134,7 +134,7 @@ def test_a_response_contains_calls_of_custom_tools_and_of_functions(client):
 
 
 def events_of_custom_call(events):
-    """Return the events of the first item of a custom tool call."""
+    """Return all events of the first output item that is a custom tool call."""
     items = [event["item"] for event in events if "item" in event]
     item_id = next(item["id"] for item in items if item["type"] == "custom_tool_call")
     return [

@@ -128,8 +128,8 @@ def test_openai_client_parses_choices_with_logprobs(client):
 
 
 def test_openai_client_collects_streamed_choices_with_logprobs(client):
-    # The echo model sends the text in <hold> as one delta, and waits at <pause>. It appends " #1"
-    # to the second choice, and " #2" to the third choice.
+    # The echo model sends the text between <hold> and </hold> as one delta, and waits at <pause>.
+    # It appends " #1" to the second choice and " #2" to the third choice.
     prompt = "one <hold>two three</hold> <pause 0.01>four"
     with client.chat.completions.stream(
         model="echo",

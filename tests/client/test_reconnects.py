@@ -64,7 +64,7 @@ async def use(backend, number):
 
 
 async def until(condition):
-    """Wait until an asynchronous function returns true."""
+    """Call the asynchronous function `condition` until it returns true."""
     async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.02)
@@ -79,7 +79,7 @@ def num_held():
 async def live_through_deaths():
     """Abort the connections of a backend several times, and check that the backend reconnects.
 
-    The backend must close all files and channels of the lost connections.
+    Check also that the backend closes the sockets and channels of the lost connections.
     """
     server, port = await endless_server.start()
     proxy = Proxy(port)

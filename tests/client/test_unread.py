@@ -15,7 +15,10 @@ from nereid_client.settings import Settings
 
 @contextmanager
 def uvicorn_server(app):
-    """Run an application in a thread, and yield its port. The thread must end with the block."""
+    """Run an application in a thread, and yield its port.
+
+    At the end of the `with` block, stop the server and check that the thread ends.
+    """
     port = free_port()
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", ws="none")
     server = uvicorn.Server(config)
@@ -33,8 +36,8 @@ def uvicorn_server(app):
 def test_a_stream_that_nobody_reads_is_cancelled():
     backend = FakeBackend()
     settings = Settings(served_model_name="echo", unread_timeout_s=1)
-    # The echo model sends 40 MB within eight seconds. This is more than fits into the buffers of
-    # the sockets.
+    # The echo model sends 40 MB within eight seconds, which is more than the buffers of the sockets
+    # can store.
     text = "a " + ("b" * 20_000 + " <pause 0.004>") * 2_000
     body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True})
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"

@@ -79,9 +79,9 @@ class Servers:
         return self._served.output if ports == self.main else self._logs[ports].read_text()
 
     def _start(self, block: Block, command: str, current: Ports) -> Ports:
-        """Start a server with free ports, and return its ports when it is ready."""
+        """Start a server with free ports, wait until it is ready, and return its ports."""
         command, ports = _with_free_ports(command, current)
-        # With `exec`, the server itself gets the signals, and not the shell.
+        # With `exec`, the server replaces the shell, so that it gets the signals.
         script = re.sub(r"(\S+/(?:nereid|tritonserver|python) )", r"exec \1", command)
         log = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "log"
         with log.open("w") as out:
@@ -149,10 +149,11 @@ def servers(served, fork_server, tmp_path_factory):
 
 
 def _with_free_ports(command: str, current: Ports) -> tuple[str, Ports]:
-    """Return the command of a server with free ports, and the ports that clients use.
+    """Replace the ports in the command of a server by free ports. Return the command and its ports.
 
-    A frontend (`nereid_client`) belongs to the Triton server with the ports `current`.
-    Example: "nereid serve --http-port 8000" -> "nereid serve --http-port 41234 --grpc-port 41235".
+    If the command starts only a frontend (`nereid_client`), the other ports are those of the Triton
+    server in `current`. Example: "python -m nereid_client --port 8000" becomes
+    "python -m nereid_client --port 41234".
     """
     ports = Ports(*free_ports(4))
     flags = {
@@ -174,7 +175,7 @@ def _with_free_ports(command: str, current: Ports) -> tuple[str, Ports]:
 
 
 def _check_printed_lines(block: Block, servers: Servers, ports: Ports) -> None:
-    """Wait until a server has printed the lines of a block, for at most ten seconds."""
+    """Wait for at most ten seconds until a server has printed all lines of a block."""
     deadline = time.monotonic() + 10
     while lines := unprinted_lines(block, servers.output_of(ports)):
         message = f"{block.place}: the server did not print {lines}"

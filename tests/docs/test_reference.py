@@ -107,10 +107,10 @@ def test_the_tensors_page_gives_name_type_and_shape_of_every_tensor(model, side)
 
 
 class FakeMetricFamily:
-    """A replacement for the class of Triton's Python backend that records the created metrics.
+    """A fake of `MetricFamily` of Triton's Python backend. The fake records the created metrics.
 
     Attributes:
-        kinds: the kind of each metric by its name. A test replaces this dictionary.
+        kinds: a dict from the name of each created metric to its kind. A test sets its own dict.
     """
 
     GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
@@ -126,14 +126,15 @@ class FakeMetricFamily:
 
 @pytest.fixture
 def model_metrics(monkeypatch):
-    """The names and kinds of the metrics that the Triton models create."""
+    """A dict from the name of each metric that the Triton models create to its kind."""
     kinds = {}
     monkeypatch.setattr(FakeMetricFamily, "kinds", kinds)
     pb_utils = types.SimpleNamespace(MetricFamily=FakeMetricFamily)
     monkeypatch.setattr(published_metrics, "pb_utils", pb_utils)
     EngineMetrics()
     PoolingMetrics("embedding")
-    # The models create the counters NAME_bucket, NAME_sum and NAME_count for the histogram NAME.
+    # For a histogram NAME, the models create the counters NAME_bucket, NAME_sum and NAME_count.
+    # Replace these counters by the histogram.
     histograms = [name.removesuffix("_bucket") for name in kinds if name.endswith("_bucket")]
     for name in histograms:
         for suffix in ("bucket", "sum", "count"):

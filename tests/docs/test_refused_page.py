@@ -41,7 +41,7 @@ def test_every_setting_in_a_refusal_is_in_the_table():
 
 
 def limits_in(path):
-    """Yield the texts in the arguments `limit=...` of all calls in a Python file."""
+    """Yield each string in a keyword argument `limit=...` of a Python file."""
     for keyword in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(keyword, ast.keyword) and keyword.arg == "limit":
             for node in ast.walk(keyword.value):
@@ -55,7 +55,7 @@ def test_the_table_names_the_limits_that_the_frontend_counts():
 
     rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
     last_columns = " ".join(row.split("|")[-2] for row in rows)
-    # Example: "refused `max_prompts` or `max_body_bytes`" has two names.
+    # Example: the cell "refused `max_prompts` or `max_body_bytes`" contains two names.
     named_limits = {
         name
         for cell in re.findall(r"refused (`.*?`(?: or `.*?`)*)", last_columns)

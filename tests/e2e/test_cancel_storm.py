@@ -33,7 +33,7 @@ def run_storm(load):
 
 
 def check(storm):
-    """Check that no check failed and that each endpoint has completed and cancelled requests."""
+    """Check the results of a storm: no fault, and completed and cancelled requests everywhere."""
     assert storm.broken == []
     assert sum(storm.counts.values()) == NUM_REQUESTS
     outcomes = collections.defaultdict(set)

@@ -315,7 +315,7 @@ def test_cancelling_while_it_is_prefilled_frees_its_blocks(narrow):
     num_before = num_given_up(gauge)
     with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
-        # The server needs hundreds of steps for this prompt, because it processes 4 tokens a step.
+        # The server processes 4 tokens in a step, so it needs hundreds of steps for this prompt.
         long_prompt = "What is 27 + 45? " * 200
         fields = {"model": model, "input": long_prompt, "background": True, **ENDLESS}
         response = client.responses.create(**fields)

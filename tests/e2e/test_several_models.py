@@ -50,8 +50,8 @@ def server(tmp_path_factory, fork_server):
         f"--config={folder / 'models.toml'}",
         f"--model-repository={ROOT / 'model_repository'}",
         "--",
-        # By default, the HTTP endpoints that `states` calls need a key. This flag replaces the
-        # default, so that only the endpoints for shared memory need a key.
+        # By default, the HTTP endpoints that `states` calls require a key. This flag replaces the
+        # default: only the endpoints for shared memory require a key.
         "--http-restricted-api=shared-memory:key=secret",
         NEREID_ENGINE="scripted",
         NEREID_SCRIPT=str(script),

@@ -7,7 +7,7 @@ import httpx
 
 @asynccontextmanager
 async def client_of(app):
-    """Run the lifespan of an application, and yield a client whose requests the application gets.
+    """Run the lifespan of an application, and yield an HTTP client for this application.
 
     An exception in the application becomes a response with the status 500.
     """

@@ -1,4 +1,4 @@
-"""An HTTP server that stands for the metrics page of a Triton server."""
+"""A fake HTTP server for the metrics page of a Triton server."""
 
 import threading
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def serve_page(content):
-    """Answer each GET request with the bytes that `content()` returns. Yield the server's URL."""
+    """Run a server that answers each GET request with the bytes of `content()`. Yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

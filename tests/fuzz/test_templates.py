@@ -70,9 +70,9 @@ CHATS = (
 
 
 def template(rng):
-    """Return a template of the collection with deleted, repeated, moved or replaced pieces.
+    """Return a random template of `TEMPLATES` in which pieces are deleted, repeated or moved.
 
-    In some templates, bytes are damaged, too.
+    Pieces may also be replaced by others, and in some templates bytes are changed at random.
     """
     pieces = _TAG.split(rng.choice(TEMPLATES).read_text())
     for _ in range(rng.choice((1, 1, 2, 4))):

@@ -21,7 +21,7 @@ SERVER = Path(__file__).with_name("leaky_server.py")
 
 @pytest.fixture
 def served():
-    """A fake of `Served` with one port. It has only the attributes that `IdleChecks` uses."""
+    """A fake of `Served`. It has only the attributes that `IdleChecks` uses, and a single port."""
     (port,) = free_ports(1)
     with subprocess.Popen([sys.executable, SERVER, str(port)]) as process:
         ports = dict.fromkeys(("http_port", "grpc_port", "metrics_port", "openai_port"), port)

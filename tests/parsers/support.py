@@ -60,7 +60,8 @@ def transcripts() -> list[tuple[str, dict]]:
 def tool(name, required=None, **properties):
     """Return the declaration of a tool in OpenAI's format.
 
-    If `required` is a list of argument names, the tool accepts no undeclared arguments.
+    `properties` contains the schema of each argument. If `required` is a list of arguments, the
+    tool requires these arguments and accepts no arguments without a schema.
     """
     schema = {"type": "object", "properties": properties}
     if required is not None:
@@ -127,14 +128,14 @@ def check_order(events):
 
 
 def markers_of(fmt: Format) -> list[str]:
-    """Return all markers of a format. Fields such as {name} are replaced by example values.
+    """Return all markers of a format. Replace placeholders in them by example values.
 
     Example: the marker "<function={name}>" becomes "<function=f>".
     """
     markers: set[str] = set()
 
     def collect(part):
-        """Add the markers in a part of a format, which can be a text, a tuple or a dataclass."""
+        """Add the markers in a part of a format: a text, or all texts in a tuple or a dataclass."""
         if isinstance(part, str):
             markers.add(part)
         elif isinstance(part, tuple):

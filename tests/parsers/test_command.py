@@ -114,7 +114,7 @@ def test_a_template_is_analysed(capsys, tmp_path):
 
 
 def run_program(arguments, **options):
-    """Run the command in a new process. `options` are further arguments of `subprocess.run`."""
+    """Run the program in a new process. Pass `options` to `subprocess.run`."""
     command = [sys.executable, "-m", "nereid_parsers", *arguments]
     return subprocess.run(command, stderr=subprocess.PIPE, timeout=60, **options)
 

@@ -37,7 +37,7 @@ NAMES, CASES = load()
 
 
 def differences(expected, message):
-    """Return the differences that the program score.py of the conformance cases reports."""
+    """Return the differences that score.py, the program of the conformance cases, reports."""
     spec = importlib.util.spec_from_file_location("conformance_score", FOLDER / "score.py")
     score = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(score)
@@ -60,6 +60,6 @@ def test_every_scored_case_passes_whole_by_character_and_in_random_pieces(templa
 
 
 def as_dict(message):
-    """Return a parsed message in the form of the conformance cases."""
+    """Return a parsed message as a dict that can be compared with a conformance case."""
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
     return {"reasoning": message.reasoning, "content": message.content, "tool_calls": calls}

@@ -90,7 +90,7 @@ def assert_arguments_fit(call):
         if key == "mode":
             assert value in ("a", "b c"), call
         elif types[key] is int and isinstance(value, float):
-            # In JSON Schema, 2.0 is an integer.
+            # A number such as 2.0 is also an integer in JSON Schema.
             assert value == int(value), call
         else:
             assert isinstance(value, types[key]), call
@@ -105,7 +105,8 @@ class Walker:
         self.xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
         markers = {marker.strip().partition("{")[0].encode() for marker in markers_of(fmt)}
         long_markers = sorted(marker for marker in markers if len(marker) > 1)
-        # The tokens 0 to 255 are the bytes. The last token ends the text.
+        # The tokens 0 to 255 are single bytes. They are followed by a token for each long marker,
+        # and by the token that ends the text.
         self.tokens = [*(bytes([byte]) for byte in range(256)), *long_markers, b"</s>"]
         self.stop = len(self.tokens) - 1
         info = self.xgrammar.TokenizerInfo(
@@ -116,13 +117,13 @@ class Walker:
         self.random = random.Random(seed)
 
     def allowed(self, matcher, mask):
-        """Return the tokens that may follow. `mask` is the memory for a bit of each token."""
+        """Return the tokens that the grammar allows next. `mask` is a buffer for the token mask."""
         matcher.fill_next_token_bitmask(mask)
         bits = mask[0].tolist()
         return [token for token in range(len(self.tokens)) if bits[token >> 5] >> (token & 31) & 1]
 
     def choose(self, allowed):
-        """Return a random token. Readable texts and short texts are more likely."""
+        """Return a random allowed token. Readable tokens and short texts are preferred."""
         if self.stop in allowed and self.random.random() < 0.4:
             return self.stop
         readable = [
@@ -141,7 +142,7 @@ class Walker:
         return self.random.choice([token for token in allowed if token != self.stop] or allowed)
 
     def walk(self, max_tokens=500):
-        """Return one text, or None if it is not complete after `max_tokens` tokens."""
+        """Return a random text of the grammar, or None if it is not complete after `max_tokens`."""
         matcher = self.xgrammar.GrammarMatcher(self.compiled)
         mask = self.xgrammar.allocate_token_bitmask(1, len(self.tokens))
         text = b""
@@ -156,7 +157,7 @@ class Walker:
         return None
 
     def texts(self, max_texts=4, max_walks=24):
-        """Return up to `max_texts` complete texts, from at most `max_walks` attempts."""
+        """Return up to `max_texts` random texts. Call `walk` at most `max_walks` times."""
         walks = (self.walk() for _ in range(max_walks))
         complete_texts = (text for text in walks if text is not None)
         texts = list(itertools.islice(complete_texts, max_texts))
@@ -250,7 +251,7 @@ def test_a_single_call_is_enforced_even_when_it_is_optional():
 
 
 def offered(tag):
-    """Return the names of the tools that a tag allows the model to call."""
+    """Return the names of the tools that the model may call if a structural tag constrains it."""
     text = json.dumps(tag)
     return {name for name in NAMES if name in text}
 

@@ -11,7 +11,7 @@ TOOL = {"type": "function", "function": {"name": "go", "parameters": {"type": "o
 
 
 def node_of(response_format, **kwargs):
-    """Return the constraint of an answer with a response format."""
+    """Return the structural tag's format with which `response_format` constrains an answer."""
     return get_format("hermes").structural_tag(response_format=response_format, **kwargs)["format"]
 
 

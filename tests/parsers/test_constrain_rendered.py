@@ -48,16 +48,16 @@ CALLABLE = [tool("list_all", name="string")]
 
 @pytest.fixture(scope="module")
 def compiler():
-    """A compiler of grammars for a tokenizer whose tokens are the bytes."""
+    """A grammar compiler for a tokenizer that has one token for each byte."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"</s>"]
     info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, stop_token_ids=[256])
     return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
 def refusal(compiler, tag, text):
-    """Return None if the tag allows the text, else a description of the place of the refusal.
+    """Return where a structural tag forbids a text, or None if it allows the whole text.
 
-    Example: b'<call>{"name": >>> 3}</call>'.
+    Example: in b'<call>{"name": >>> 3}</call>', the byte after ">>> " is forbidden.
     """
     matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(json.dumps(tag)))
     data = text.encode()
@@ -68,7 +68,7 @@ def refusal(compiler, tag, text):
 
 
 def strict(tools):
-    """Return copies of the tools with strict=True."""
+    """Return copies of the tools in which `strict` is true."""
     return [{**t, "function": {**t["function"], "strict": True}} for t in tools]
 
 
@@ -142,7 +142,7 @@ def test_calls_that_real_templates_render_are_allowed(compiler):
 
 
 def load_cases_with_calls():
-    """Return the conformance cases whose messages have calls, by the name of the template."""
+    """Return a dict from the name of each template to its conformance cases with tool calls."""
     cases = defaultdict(list)
     for line in (conformance() / "roundtrip.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
@@ -152,9 +152,9 @@ def load_cases_with_calls():
 
 
 def refusal_of_case(compiler, fmt, case):
-    """Return None if the format's tag allows the text of a case, else the place of the refusal."""
-    # If calls are required, a message has no content. If calls are optional, only calls of strict
-    # tools are constrained.
+    """Return where the structural tag of `fmt` forbids the text of a case. See `refusal`."""
+    # If calls are required, the tag forbids content. A case with content therefore needs optional
+    # calls. Optional calls are constrained only if their tools are strict.
     if (case["expected"]["content"] or "").strip():
         tag = fmt.structural_tag(strict(case["tools"]), "auto", prompt=case["prompt"])
     else:

@@ -41,7 +41,8 @@ def test_what_a_grammar_lets_the_model_write_is_json_and_matches_the_pattern(reg
     assert check_pattern(regex) is None
     grammar = grammar_of({"type": "string", "pattern": regex})
     python_regex = re.compile(regex.replace("(?<one>", "(?P<one>"))
-    # Each string is tried with and without JSON escapes. Without escapes, it may be invalid JSON.
+    # Try each string with and without JSON escapes. A string without escapes may be invalid JSON,
+    # which the grammar must reject.
     texts = [json.dumps(string, ensure_ascii=False) for string in STRINGS]
     texts += [f'"{string}"' for string in STRINGS]
     accepted_texts = [text for text in texts if accepts(grammar, text)]

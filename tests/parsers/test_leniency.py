@@ -38,7 +38,8 @@ class Case:
         calls: the name and the arguments of each call.
         content: the content of the message.
         reasoning: the reasoning of the message.
-        report: a part of the reason with which the first call ends; None if it ends without one.
+        report: a part of the reason that the parser reports at the end of the first call; None if
+            the parser reports no reason.
     """
 
     names: dict[str, str]

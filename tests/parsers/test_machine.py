@@ -40,7 +40,7 @@ QWEN = get_format(reasoning="qwen3", tools="hermes")
 
 
 def fmt_of(*spellings, **section):
-    """Return a format whose calls have the given spellings. `section` describes the section."""
+    """Return a format with the given spellings of calls. `section` are options of `ToolSection`."""
     return Format("test", Sections(tools=ToolSection(spellings, **section)))
 
 
@@ -336,7 +336,7 @@ def test_a_string_inside_an_argument_keeps_its_type(size):
             "functions.f:3",
         ),
         ("mistral", '[TOOL_CALLS][{"id": "early", "name": "f", "arguments": {}}]', "early"),
-        # An id after the arguments and an id that is no text are replaced by a generated id.
+        # If the id comes after the arguments or is not a string, the parser generates an id.
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "late"}]', "id0"),
         ("mistral", '[TOOL_CALLS][{"id": 7, "name": "f", "arguments": {}}]', "id0"),
     ],
@@ -746,13 +746,13 @@ def test_time_is_linear_for_an_incomplete_header(name, start, repeated, size):
     for position in range(0, len(text), size):
         parser.feed(text[position : position + size])
     parser.finish()
-    # Each character may take at most 60 microseconds.
+    # On average, the parser may take at most 60 microseconds for a character.
     assert time.process_time() - start_s < 60e-6 * len(text)
 
 
 @pytest.mark.parametrize("padding", ["\n" * 2000, "\n" * 3000, "\n" * 2047 + "f", "f" * 3000])
 def test_a_long_header_is_read_alike_however_it_arrives(padding):
-    # The parser waits for at most 2048 characters of a header.
+    # If a header is not complete after 2048 characters, the parser stops waiting for its end.
     for text in (
         f'<tool_call>{padding}{{"name": "f", "arguments": {{}}}}</tool_call>',
         f"<tool_call>\n<function=f{padding}>\n</function>\n</tool_call>",
@@ -775,7 +775,7 @@ def test_a_long_header_is_read_alike_however_it_arrives(padding):
 )
 def test_a_value_between_tags_becomes_valid_json(key, value, expected, size):
     def refuse_constant(word):
-        """Refuse NaN and Infinity, which Python's parser accepts although they are no JSON."""
+        """Fail for NaN and Infinity: they are not JSON, but Python's JSON parser accepts them."""
         raise AssertionError(word)
 
     text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>"

@@ -45,12 +45,12 @@ def pieces_of(fmt):
 
 
 def garbage(fmt):
-    """Return a strategy for texts that consist of random pieces (see `pieces_of`)."""
+    """Return a strategy for texts that consist of random pieces. `pieces_of` lists the pieces."""
     return st.lists(st.sampled_from(pieces_of(fmt)), max_size=14).map("".join)
 
 
 def traced_text(spans, kind):
-    """Return the text of all spans of one kind, such as "content"."""
+    """Return the concatenated text of all spans of the kind `kind`, such as "content"."""
     return "".join(text for span_kind, text in spans if span_kind == kind)
 
 
@@ -114,7 +114,7 @@ def test_random_garbage_is_never_lost_never_raises_and_does_not_depend_on_the_pi
         prompt = rng.choice([None, "x", "".join(rng.choices(pieces, k=3))])
         policy, tools = rng.choice(POLICIES_AND_TOOLS)
         positions = range(1, len(text))
-        # One third of the texts arrives character by character.
+        # Every third text arrives character by character, and the others in random pieces.
         cuts = positions if seed % 3 == 0 else [cut for cut in positions if rng.random() < 0.2]
         check(fmt, text, cuts, {"policy": policy, "tools": tools, "prompt": prompt})
 

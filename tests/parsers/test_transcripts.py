@@ -16,7 +16,7 @@ CASES = transcripts()
 
 
 def as_expected(message):
-    """Return a parsed message in the form of the recorded transcripts."""
+    """Return a parsed message as a dict that can be compared with a recorded transcript."""
     return {
         "reasoning": (message.reasoning or "").strip() or None,
         "content": (message.content or "").strip() or None,

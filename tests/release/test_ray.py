@@ -122,9 +122,9 @@ class Stream:
         self._has_to_stop = threading.Event()
 
     def read(self):
-        """Send the request and read the stream until it ends or `disconnect` is called.
+        """Send the request, and read the stream until it ends or `disconnect` is called.
 
-        Return the stream itself.
+        Return `self`.
         """
         body = {
             "model": "chat",
@@ -255,7 +255,7 @@ def test_errors_of_a_server_and_of_the_ingress_reach_the_client(url, deploy):
 
 
 def wait_for_more_tokens(stream):
-    """Wait until a stream has received three more tokens, so that the stream still runs."""
+    """Wait until a stream has received three more tokens. This shows that the stream still runs."""
     num_tokens = stream.num_tokens + 3
     wait_until(lambda: stream.num_tokens >= num_tokens)
 

@@ -67,7 +67,7 @@ def test_a_wheel_contains_its_modules_the_licence_and_the_version(parsers_wheels
 
 
 def hashes_of_files(folder):
-    """Return the SHA-256 of each file of a folder, by the name of the file."""
+    """Return a dict from the name of each file in a folder to the SHA-256 of the file."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
@@ -141,7 +141,7 @@ def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_p
     )
     try:
         assert server.stdout is not None
-        # `nereid serve` prints an example with curl when it is ready.
+        # When the server is ready, `nereid serve` prints an example of a request with curl.
         assert any(line.startswith("curl ") for line in server.stdout)
         body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
         request = urllib.request.Request(

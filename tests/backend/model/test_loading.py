@@ -35,7 +35,7 @@ def copy(checkpoint, tmp_path):
 
 
 def load(folder, hook, dtype="float32"):
-    """Load a checkpoint on the CPU with the attention function of `hook`."""
+    """Load a checkpoint on the CPU. The model computes attention with the function of `hook`."""
     return load_checkpoint(
         str(folder),
         dtype=dtype,
@@ -46,7 +46,7 @@ def load(folder, hook, dtype="float32"):
 
 
 def change_config(folder, changes, name="config.json"):
-    """Change fields of a JSON file of a checkpoint."""
+    """Add or replace fields in the JSON file `name` of a checkpoint."""
     file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -493,7 +493,7 @@ def test_a_file_without_permission_is_reported_as_such(name, checkpoint):
 
 
 def packed_path(checkpoint, hook, layers, sizes):
-    """Return a packed forward path whose attention layers have the properties `layers`."""
+    """Return a packed forward path. `layers` contains the description of each attention layer."""
     cache, builder = make_blocks(checkpoint, layers, sizes)
     return PackedPath(checkpoint, hook, cache, builder)
 
@@ -524,7 +524,7 @@ def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change, b
     hook = AttentionHook()
     loaded = load(checkpoint(family), hook)
     layers = probe_layers(loaded, hook)
-    # The expected logits come from the model with its own attention.
+    # The model computes the expected logits with its own attention instead of the hook.
     set_attention(loaded, None)
     trial = make_trial(loaded, layers, max_len=256, block_size=block_size)
     set_attention(loaded, hook)

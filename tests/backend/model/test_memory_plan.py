@@ -20,7 +20,7 @@ def test_a_pooling_model_that_exceeds_its_share_of_a_gpu_is_refused(monkeypatch)
         raise torch.OutOfMemoryError("CUDA out of memory")
     set_fraction.assert_called_once_with(0.25, device)
 
-    # On a CPU, torch's memory is not limited.
+    # `gpu_share` sets no limit for a CPU.
     with gpu_share(torch.device("cpu"), 0.25):
         pass
     set_fraction.assert_called_once()
@@ -38,8 +38,8 @@ def test_a_pooling_model_that_exceeds_its_share_of_a_gpu_is_refused(monkeypatch)
     ],
 )
 def test_a_share_of_a_gpu_limits_this_process_alone(monkeypatch, used_by_others, expected):
-    # The GPU has 80 GiB. The weights and the CUDA context of this process need 16 GiB. torch also
-    # holds 9 GiB of freed memory, which it returns in `empty_cache`.
+    # The GPU has 80 GiB. The weights and the CUDA context of this process need 16 GiB. torch has
+    # also cached 9 GiB of freed memory, which `empty_cache` gives back to the GPU.
     weights = 16 * GIB - memory_plan._CONTEXT_BYTES
     freed_memory = [9 * GIB]
 

@@ -16,7 +16,7 @@ from nereid_backend.model.memory import weight_memory
 
 @pytest.fixture
 def set_free(monkeypatch):
-    """A function that sets the number of free bytes of memory that the engine measures."""
+    """A function that makes the engine measure the given number of free bytes of memory."""
 
     def set_free_bytes(num_bytes):
         monkeypatch.setattr(weight_memory, "available_memory", lambda: num_bytes)
@@ -39,7 +39,8 @@ def test_rounding_while_reading_gives_the_same_tokens_as_rounding_later(
         return tokens, engine.info.weights_bytes
 
     rounded_later = tokens_and_bytes()
-    # The float32 weights need four bytes each, so they do not fit into the memory.
+    # There are three bytes of memory for each weight. Weights of float32 need four bytes, so the
+    # engine must round them while it reads them.
     set_free(3 * count_weights(folder).num_weights)
     assert tokens_and_bytes() == rounded_later
 
@@ -58,7 +59,7 @@ def test_the_refusal_names_the_most_exact_setting_that_fits(
 ):
     folder = checkpoint("qwen3")
     counts = count_weights(folder)
-    # The weights of other layers are not rounded, so they need two bytes each.
+    # Only the weights of linear layers can be rounded. All other weights need two bytes each.
     num_other_weights = counts.num_weights - counts.num_unquantised_linear
     linear_bytes = counts.num_unquantised_linear * bytes_per_linear_weight
     set_free(int(2 * num_other_weights + linear_bytes))
@@ -73,7 +74,8 @@ def test_bfloat16_weights_count_as_float32_on_a_cpu_that_is_slow_in_bfloat16(
     config_file = folder / "config.json"
     changes = {"dtype": "bfloat16", "text_config": 5}
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | changes))
-    # A bfloat16 weight needs two bytes, and a float32 weight needs four bytes.
+    # There are three bytes of memory for each weight: enough for bfloat16 (two bytes), but not for
+    # float32 (four bytes).
     set_free(3 * count_weights(folder).num_weights)
     config, device = EngineConfig(str(folder)), torch.device("cpu")
 

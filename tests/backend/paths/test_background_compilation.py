@@ -57,7 +57,7 @@ def waiting(locked):
 
 
 def process_of(compilation):
-    """Return the process that compiles the model."""
+    """Return the process of a compilation as a `psutil.Process`."""
     return psutil.Process(compilation._process.pid)
 
 

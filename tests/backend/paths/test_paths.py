@@ -24,9 +24,9 @@ SIZES = Sizes(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=128)
 
 
 def spec_of(folder, lines=None, **settings):
-    """Return the description of the forward path that the engine chooses for a checkpoint.
+    """Return the `PathSpec` of the forward path that the engine chooses for a checkpoint.
 
-    The progress messages are appended to `lines`.
+    If `lines` is a list, append the progress messages to it.
     """
     hook = AttentionHook()
     checkpoint = load_checkpoint(
@@ -52,12 +52,12 @@ def request_of(row, token_ids, num_prompt_tokens=None):
 
 @torch.inference_mode()
 def forward(path, *chunks):
-    """Return the logits of a step."""
+    """Return the logits of a step that consists of `chunks`."""
     return path.forward(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
 
 
 def prompt_chunk(sequence):
-    """Return a chunk with all tokens of a sequence."""
+    """Return a chunk that contains all tokens of a sequence."""
     num_tokens = len(sequence.token_ids)
     return Chunk(sequence, 0, num_tokens, samples=True, is_first=True, num_logits=1)
 
@@ -80,7 +80,8 @@ def test_the_states_of_ended_sequences_are_deleted(model_type, saved):
 
     engine.generate([PROMPTS[0]], PARAMS)
 
-    # Only the state of the last sequence remains. The two forward paths store states differently.
+    # Only the state of the last sequence remains. The two models have forward paths that store
+    # states in different attributes.
     states = engine._parts.runner._path._states
     assert len(states._num_tokens if model_type == "qwen3_next" else states) == 1
     engine.close()
@@ -105,7 +106,8 @@ def test_tokens_that_a_grammar_forces_continue_the_stored_state(model_type, save
     logits = forward(path, forced_tokens)
 
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-    # These models continue a state only with single tokens.
+    # These models can continue a state only with one token at a time, so the three tokens need
+    # three calls.
     assert run_model.call_count == 3
 
 
@@ -176,14 +178,14 @@ def test_the_path_is_logged_with_the_reasons_against_faster_paths(saved, model_t
 
 
 def assert_check_fails(folder, path_name):
-    """Check that the forward path `path_name` computes wrong logits, so "single" is chosen."""
+    """Check that the self-check rejects the forward path `path_name`, so "single" is chosen."""
     lines = []
     assert spec_of(folder, lines).name == "single"
     assert f"{path_name}: its logits differ from the logits of the unmodified model" in lines[0]
 
 
 def attend_to_padding(monkeypatch):
-    """Make the attention masks of gathered steps include the padding."""
+    """Replace the attention masks of gathered steps by masks that do not hide the padding."""
     from_chunks = gathered_cache.GatheredStep.from_chunks
 
     def from_chunks_with_wrong_mask(chunks, cache):

@@ -32,7 +32,7 @@ def embedder(folder):
 
 
 def items(count, length=5):
-    """Return inputs with random texts of `length` words."""
+    """Return `count` inputs with random texts of `length` words."""
     rng = random.Random(count)
     return [PoolingItem(text=text(rng, length)) for _ in range(count)]
 
@@ -96,7 +96,7 @@ def test_a_text_that_is_too_long_is_refused_with_its_length_and_the_limit(embedd
     message = r"input 1: input: the input has 502 tokens, but the limit is 128 \(max_model_len\)"
     with pytest.raises(RequestError, match=message):
         embedder.encode(["w1", long_text])
-    # Two of the 128 tokens are special tokens.
+    # The limit is 128 tokens. Two of them are special tokens, so 126 words remain.
     vectors = embedder.encode(["w1", long_text], truncate=True)
     expected = embedder.encode(" ".join(long_text.split()[:126]))
     np.testing.assert_allclose(vectors[1:], expected, atol=1e-5)
@@ -153,11 +153,11 @@ def test_options_that_the_model_does_not_support_are_refused(folder):
 
 
 def change_weights(folder, target, change):
-    """Copy a checkpoint to `target`, call `change` with its dict of weights, and save them."""
+    """Copy a checkpoint to `target`, and change its weights with the function `change`."""
     copy_of(folder, target)
     weights = load_file(target / "model.safetensors")
     change(weights)
-    # The file is a link to the original, which must stay unchanged.
+    # `copy_of` creates links to the original files. Delete the link to keep the original unchanged.
     (target / "model.safetensors").unlink()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return str(target)
@@ -240,6 +240,7 @@ def test_packed_layers_compute_the_same_and_shared_weights_are_not_packed():
         is_packed = [isinstance(layer, PackedLinear | NativeLinear) for layer in model]
         assert is_packed == [False, True, True, False]
         torch.testing.assert_close(model(ids), expected, rtol=1e-5, atol=1e-5)
-        # A packed layer has no ordinary weight, so its weight is a placeholder of the same shape.
+        # A packed layer stores its weight in another layout. The attribute `weight` is a
+        # placeholder of NaN with the original shape.
         assert model[1].weight.shape == (24, 16)
         assert torch.nn.functional.linear(torch.ones(1, 16), model[1].weight).isnan().all()

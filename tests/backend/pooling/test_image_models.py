@@ -151,7 +151,7 @@ def test_queries_and_pages_of_transformers(page_embedder, retrieval):
     for vectors_of_input, processed in zip(vectors, inputs, strict=True):
         expected = model(**processed).embeddings[0].numpy()
         np.testing.assert_allclose(vectors_of_input, expected, atol=2e-4)
-    # The vectors of a page depend on the pixels.
+    # The vectors of a page depend on its pixels, so two different pages have different vectors.
     assert vectors[1].shape != vectors[2].shape or np.abs(vectors[1] - vectors[2]).max() > 1e-3
 
 

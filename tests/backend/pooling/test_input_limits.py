@@ -27,7 +27,7 @@ def no_long_text(monkeypatch, embedder):
     tokenise = tokenizer_class.__call__
 
     def check_and_tokenise(self, *texts, **options):
-        # An argument is a text, a list of texts or None.
+        # Each argument of a tokenizer is a text, a list of texts or None.
         for argument in filter(None, texts):
             for text in [argument] if isinstance(argument, str) else argument:
                 assert len(text) < 100_000

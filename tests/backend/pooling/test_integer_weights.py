@@ -10,7 +10,7 @@ from nereid_backend.pooling.loading import integer_weights
 
 
 def cosines(vectors, expected):
-    """Return the cosine between each vector and its expected vector."""
+    """Return the cosine similarity of each vector to the expected vector at the same index."""
     norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(expected, axis=1)
     return (vectors * expected).sum(1) / norms
 

@@ -21,13 +21,13 @@ QUERIES = ["w1", "w3 w5 , w6", "w9 w3 w3 w2 w8 w7", text(random.Random(3), 40)]
 
 
 def write(path, value):
-    """Replace a file of a copied checkpoint with JSON."""
-    path.unlink(missing_ok=True)  # The file is a link to the original, which must stay unchanged.
+    """Write `value` as JSON to a file of a copied checkpoint. Replace an existing file."""
+    path.unlink(missing_ok=True)  # Writing to this link would change the original checkpoint.
     path.write_text(json.dumps(value))
 
 
 def add_projection(folder, path="1_Dense", **config):
-    """Write the weight of a dense module that projects 48 to 16 numbers; return its config."""
+    """Write the weight of a dense module that maps 48 numbers to 16. Return the module's config."""
     (folder / path).mkdir()
     weight = torch.randn(16, 48, generator=torch.Generator().manual_seed(1)) * 0.2
     save_file({"linear.weight": weight}, folder / path / "model.safetensors")
@@ -53,9 +53,9 @@ def native(encoder_of, tmp_path):
 
 
 def assert_equal_to_reference(folder, *, queries=QUERIES, documents=(*QUERIES, "w3 w5 w6 , w8")):
-    """Compare the vectors of queries and documents with the vectors of sentence-transformers.
+    """Check that the vectors equal those of sentence-transformers, and return the embedder.
 
-    All queries are one batch, and all documents are another batch. Return the embedder.
+    All queries are one batch, and all documents are another batch.
     """
     embedder = Embedder(str(folder), num_threads=1)
     reference = MultiVectorEncoder(str(folder), device="cpu")

@@ -43,7 +43,7 @@ def by_definition(query, key, value, options):
         is_hidden |= distances.abs() >= options.window
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if options.sinks is not None:
-        # A sink is an additional score of each row, which belongs to no token.
+        # A sink is an additional score of a head. No token belongs to this score.
         sinks = options.sinks.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., : len(positions)]
@@ -87,7 +87,7 @@ def test_packed_attention_equals_the_attention_of_each_text_alone(
 
 
 def assert_equals_definition(attended, inputs, lengths, options):
-    """Compare the attention of packed texts with the definition, text by text.
+    """Check that the attention of packed texts equals the attention of each text by definition.
 
     `inputs` contains the queries, keys and values of all texts.
     """
@@ -125,7 +125,8 @@ def test_any_attention_of_any_texts_equals_its_definition(name, dtype):
         torch.manual_seed(0)
 
         def random_heads(num_heads, dim):
-            # All heads of a token are adjacent in memory, as after a linear layer.
+            # The output of a linear layer has all heads of a token next to each other in memory.
+            # The random numbers have the same layout.
             return torch.randn(sum(lengths), num_heads, dim).to(dtype).transpose(0, 1)
 
         query = random_heads(num_key_heads * queries_per_key_head, key_dim)

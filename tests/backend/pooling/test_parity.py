@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer, T5EncoderModel
 
 
 def cosines(vectors, expected):
-    """Return the cosine between each vector and its expected vector."""
+    """Return the cosine similarity of each vector to the expected vector at the same index."""
     vectors, expected = vectors.astype(np.float64), expected.astype(np.float64)
     norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(expected, axis=1)
     return (vectors * expected).sum(1) / norms
@@ -147,7 +147,7 @@ def test_relative_positions_that_transformers_no_longer_supports_are_refused(enc
 
 
 def rename_architecture(folder, target):
-    """Copy a checkpoint of BERT whose config names the architecture "Contriever"."""
+    """Copy a checkpoint of BERT to `target`, and name the architecture of the copy "Contriever"."""
     copy_of(folder, target)
     config = (folder / "config.json").read_text()
     (target / "config.json").unlink()

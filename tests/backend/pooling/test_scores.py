@@ -54,7 +54,7 @@ PLAIN_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def pairs():
-    """Pairs of a query and a document, which are random texts of different lengths."""
+    """Pairs of a query and a document. The queries and documents are random texts."""
     rng = random.Random(3)
     lengths = [(3, 40), (5, 5), (1, 90), (12, 1), (5, 5), (8, 17)]
     return [(text(rng, num_words), text(rng, num_others)) for num_words, num_others in lengths]
@@ -117,7 +117,8 @@ def test_the_command_in_the_error_converts_the_pickle_files_of_a_reranker(
     with pytest.raises(ModelError, match="this command") as caught:
         Reranker(folder)
 
-    # The message ends with a command such as "... the checkpoint: python -m ...".
+    # The message ends with the command that the user should run, for example "... the checkpoint:
+    # python -m ...".
     _, _, command = str(caught.value).partition("checkpoint: ")
     _, *arguments = shlex.split(command)
     subprocess.run([sys.executable, *arguments], check=True)
@@ -178,8 +179,8 @@ def yes_probabilities(folder, prompts):
 
 
 @pytest.fixture(scope="module")
-def judge_folder(tmp_path_factory):
-    """A function that returns the folder of a generative reranker with a given chat template."""
+def save_reranker(tmp_path_factory):
+    """A function that saves a generative reranker with a chat template, and returns its folder."""
 
     def make(template):
         folder = BY_NAME["qwen3"].save(tmp_path_factory.mktemp("judge"), "causal")
@@ -189,8 +190,8 @@ def judge_folder(tmp_path_factory):
     return make
 
 
-def test_a_generative_checkpoint_scores_with_its_template(judge_folder, pairs):
-    folder = judge_folder(TEMPLATE)
+def test_a_generative_checkpoint_scores_with_its_template(save_reranker, pairs):
+    folder = save_reranker(TEMPLATE)
     scores = Reranker(str(folder), num_threads=1).score(pairs)
     expected = CrossEncoder(str(folder), device="cpu").predict(pairs)
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
@@ -198,8 +199,8 @@ def test_a_generative_checkpoint_scores_with_its_template(judge_folder, pairs):
     np.testing.assert_allclose(scores, yes_probabilities(folder, prompts), rtol=0, atol=1e-5)
 
 
-def test_an_instruction_is_part_of_the_prompt_of_a_generative_reranker(judge_folder, pairs):
-    folder = judge_folder(TEMPLATE)
+def test_an_instruction_is_part_of_the_prompt_of_a_generative_reranker(save_reranker, pairs):
+    folder = save_reranker(TEMPLATE)
     scores = Reranker(str(folder), num_threads=1).score(pairs, instruction="w7 w8")
     prompts = [f"w7 w8 query : {query} no : {document} yes :" for query, document in pairs]
     np.testing.assert_allclose(scores, yes_probabilities(folder, prompts), rtol=0, atol=1e-5)
@@ -207,9 +208,9 @@ def test_an_instruction_is_part_of_the_prompt_of_a_generative_reranker(judge_fol
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_beginning_of_a_huge_document_is_kept_by_a_generative_reranker(
-    judge_folder, tmp_path, side
+    save_reranker, tmp_path, side
 ):
-    folder = copy_of(judge_folder(TEMPLATE), tmp_path)
+    folder = copy_of(save_reranker(TEMPLATE), tmp_path)
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"truncation_side": side}))
     reranker = Reranker(str(folder), num_threads=1)
@@ -217,15 +218,16 @@ def test_the_beginning_of_a_huge_document_is_kept_by_a_generative_reranker(
 
     score = reranker.score([("w1", huge_text)], truncate=True)
 
-    # The prompt has space for at most 128 words, which are in the first 1200 characters.
+    # The limit is 128 tokens. The first 1200 characters contain 400 words, so the prompt cannot
+    # contain words after them.
     expected = reranker.score([("w1", huge_text[:1200])], truncate=True)
     np.testing.assert_allclose(score, expected)
     with pytest.raises(RequestError, match="instruction: the instruction has at least"):
         reranker.score([("w1", "w2")], instruction=huge_text, truncate=True)
 
 
-def test_a_template_without_pair_roles_gets_the_documented_wording(judge_folder, pairs):
-    folder = judge_folder(PLAIN_TEMPLATE)
+def test_a_template_without_pair_roles_gets_the_documented_wording(save_reranker, pairs):
+    folder = save_reranker(PLAIN_TEMPLATE)
     short_pairs = [(query, document) for query, document in pairs if len(document.split()) < 50]
     scores = Reranker(str(folder), num_threads=1).score(short_pairs, instruction="w1")
     system = (
@@ -240,9 +242,12 @@ def test_a_template_without_pair_roles_gets_the_documented_wording(judge_folder,
     np.testing.assert_allclose(scores, yes_probabilities(folder, prompts), rtol=0, atol=1e-5)
 
 
-def copy_with_answers(judge_folder, target):
-    """Copy a checkpoint without a template to `target`, and add the files that name the answers."""
-    folder = copy_of(judge_folder(None), target)
+def copy_with_answers(save_reranker, target):
+    """Copy a checkpoint without a template to `target`, and add files of sentence-transformers.
+
+    The files declare which tokens are the answers "true" and "false".
+    """
+    folder = copy_of(save_reranker(None), target)
     module = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
     answers = {"true_token_id": 12, "false_token_id": 40}
     add_modules(folder, (module, "1_LogitScore", answers), model_type="CrossEncoder")
@@ -256,9 +261,9 @@ def copy_with_answers(judge_folder, target):
 
 
 def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
-    judge_folder, pairs, tmp_path
+    save_reranker, pairs, tmp_path
 ):
-    folder = copy_with_answers(judge_folder, tmp_path)
+    folder = copy_with_answers(save_reranker, tmp_path)
     pairs = [*pairs, ("w1 w2", "")]
 
     scores = Reranker(str(folder), task="auto", num_threads=1).score(pairs)
@@ -267,20 +272,20 @@ def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
 
 
-def test_an_instruction_is_refused_if_the_pairs_have_no_prompt(judge_folder, tmp_path):
-    reranker = Reranker(str(copy_with_answers(judge_folder, tmp_path)), num_threads=1)
+def test_an_instruction_is_refused_if_the_pairs_have_no_prompt(save_reranker, tmp_path):
+    reranker = Reranker(str(copy_with_answers(save_reranker, tmp_path)), num_threads=1)
     with pytest.raises(RequestError, match="requires a generative reranker whose prompts contain"):
         reranker.score([("w1", "w2")], instruction="w3")
 
 
-def test_a_long_document_is_truncated_and_the_text_after_it_stays(judge_folder):
-    reranker = Reranker(str(judge_folder(TEMPLATE)), num_threads=1)
+def test_a_long_document_is_truncated_and_the_text_after_it_stays(save_reranker):
+    reranker = Reranker(str(save_reranker(TEMPLATE)), num_threads=1)
     rng = random.Random(1)
     query, document = text(rng, 4), text(rng, 500)
     with pytest.raises(RequestError, match="has 510 tokens, but the limit is 128"):
         reranker.score([(query, document)])
     score = reranker.score([(query, document)], truncate=True)
-    # The query and the template have 10 of the 128 tokens.
+    # The limit is 128 tokens. The query and the template need 10 of them.
     start_of_document = " ".join(document.split()[: 128 - 10])
     np.testing.assert_allclose(score, reranker.score([(query, start_of_document)]), atol=1e-5)
 

@@ -33,7 +33,7 @@ SPLADE = (
 
 
 def add_dense(folder, path, in_features, out_features, **config):
-    """Write the weights of a dense module, and return the module for `add_modules`."""
+    """Write the weights of a dense module. Return its class, path and config for `add_modules`."""
     (folder / path).mkdir()
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(out_features, in_features, generator=generator) * 0.2
@@ -44,7 +44,7 @@ def add_dense(folder, path, in_features, out_features, **config):
 
 
 def results_of(folder, items, **settings):
-    """Return the values that a pooling engine computes for the inputs, in their order."""
+    """Return the values that a pooling engine computes for `items`, in the order of `items`."""
     config = PoolingConfig(str(folder), num_threads=1, **settings)
     engine = PoolingEngine(config, progress=lambda _: None)
     engine.add("a", items)
@@ -174,7 +174,7 @@ def test_vectors_with_different_dimensions_in_one_batch_are_truncated_and_then_n
 ):
     folder = encoder_of("qwen3")
     whole_vectors = Embedder(str(folder), num_threads=1).encode(texts, normalize=False)
-    # The value None selects the default: all dimensions, and normalised.
+    # By default (None), a vector has all dimensions and is normalised.
     all_dimensions = [None, 8, 1, 48, 20, 8, None, 3]
     all_normalize = [True, None, None, False, True, False, None, True]
     options = list(zip(all_dimensions, all_normalize, strict=True))
@@ -274,7 +274,11 @@ def test_the_settings_of_saved_splade_modules_are_used(
 
 
 def assert_sparse_vectors_equal(vectors, expected):
-    """Compare vectors from token ids to weights with rows that have a number for each token id."""
+    """Check that sparse vectors equal dense rows.
+
+    A sparse vector is a dict from token ids to weights, such as {7: 0.5}. A dense row has a number
+    for each token id.
+    """
     for weights, row in zip(vectors, expected, strict=True):
         np.testing.assert_allclose(
             [weights[token_id] for token_id in sorted(weights)], row[row > 0], atol=1e-4
@@ -389,7 +393,7 @@ def test_the_length_limit_in_the_checkpoints_files_may_have_several_forms(
 
 @pytest.fixture
 def lexical_folder(encoder_of, tmp_path):
-    """Return a checkpoint folder in the layout of BGE-M3, and its two additional linear layers."""
+    """The folder of a checkpoint with the files of BGE-M3, and the two layers in these files."""
     folder = copy_of(encoder_of("xlm-roberta"), tmp_path)
     add_modules(folder, pooling("cls"), NORMALIZE)
     torch.manual_seed(2)
@@ -424,7 +428,7 @@ def test_dense_sparse_and_multi_vectors_of_one_model_in_one_batch(lexical_folder
 
 
 def largest_scores(ids, scores):
-    """Return the largest score of each token, without special tokens and scores of 0."""
+    """Return the largest score of each token. Leave out special tokens and tokens with score 0."""
     largest = {}
     for token_id, score in zip(ids, scores, strict=True):
         if token_id > 3 and score > 0:

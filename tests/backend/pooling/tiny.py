@@ -58,7 +58,7 @@ class Family:
         Args:
             folder: the folder of the checkpoint.
             head: the kind of model, a key of `_AUTO`.
-            config: values of the config that replace those of the family.
+            config: values that replace values of the family's config.
         """
         torch.manual_seed(0)
         settings = AutoConfig.for_model(self.model_type, **{**_COMMON, **self.extra, **config})
@@ -72,7 +72,7 @@ class Family:
                 elif "bias" in name:
                     parameter.normal_(0.0, 0.1)
         model.eval().save_pretrained(folder)
-        # Encoders have a token <s> before each text, and some have token types.
+        # The tokenizers of encoders add <s> before each text. Some of them also return token types.
         has_types = getattr(settings, "type_vocab_size", 0) > 1
         save_tokenizer(folder, types=has_types, starts=not self.decodes)
         return folder
@@ -125,7 +125,7 @@ def save_tokenizer(
 
 
 def add_modules(folder: Path, *modules: tuple[str, str, dict], **settings) -> Path:
-    """Write the files of sentence-transformers for a checkpoint, and return its folder.
+    """Add the files of sentence-transformers to a checkpoint, and return the folder.
 
     Args:
         folder: the folder of the checkpoint.
@@ -153,7 +153,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 
 def pooling(*modes: str, size: int = 48, **extra) -> tuple[str, str, dict]:
-    """Return a pooling module for `add_modules`. Its vectors have `size` numbers."""
+    """Return a pooling module for `add_modules`. The pooled vectors have `size` numbers."""
     config = {"embedding_dimension": size, "pooling_mode": list(modes), **extra}
     return (
         "sentence_transformers.sentence_transformer.modules.pooling.Pooling",

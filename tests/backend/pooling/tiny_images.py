@@ -57,11 +57,11 @@ def save_vision_language(name: str, folder: Path) -> Path:
 
 
 def save_page_model(name: str, vision_language: Path, folder: Path):
-    """Write a checkpoint with one vector for each token of a page.
+    """Write a checkpoint of a model that computes one vector for each token of a page.
 
     Args:
         name: a key of PAGE_MODELS.
-        vision_language: an empty folder for the vision-language model from which it is built.
+        vision_language: an empty folder for the vision-language model on which the model is based.
         folder: an empty folder for the checkpoint.
 
     Returns:

@@ -33,7 +33,7 @@ def make_sequence(prompt=(1, 2, 3), output=(), row=0, seed=0, eos=(), **params):
 
 
 def processed(logits, *sequences, processor=None, drafts=()):
-    """Return the logits after penalties and masks. Each row of `logits` belongs to a sequence."""
+    """Apply penalties and masks to logits. Row i of `logits` belongs to the i-th sequence."""
     processor = processor or LogitsProcessor()
     positions = [Position(sequence, list(drafts)) for sequence in sequences]
     changed = [i for i, sequence in enumerate(sequences) if changes_logits(sequence.params)]

@@ -24,7 +24,10 @@ rows_of_logits = {
 
 
 def some_logits(dtype, size, height, share_out, seed):
-    """Return three rows of logits. About `share_out` of the tokens are forbidden, but never all."""
+    """Return three rows of logits in which random tokens are forbidden.
+
+    `share_out` is the share of the forbidden tokens. At least one token of a row is allowed.
+    """
     torch.manual_seed(seed)
     logits = (torch.randn(3, size) * height).to(dtype)
     is_forbidden = torch.rand(3, size) < share_out
@@ -63,7 +66,8 @@ def test_the_likeliest_tokens_come_with_their_probabilities(
     values, token_ids = native_logits.likeliest(logits, np.float32([temperature] * 3), width)
     probs = probs_of(logits, np.float32(temperature).item())
     torch.testing.assert_close(values.double(), probs.topk(width).values, rtol=1e-5, atol=1e-7)
-    # If fewer than `width` tokens are allowed, the other ids are -1 with the probability 0.
+    # If fewer than `width` tokens are allowed, the rest of the row is filled with the id -1 and the
+    # probability 0.
     is_there = values > 0
     torch.testing.assert_close(
         probs.gather(1, token_ids.clamp(min=0))[is_there],

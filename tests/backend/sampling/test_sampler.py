@@ -44,7 +44,7 @@ def slow_probs(logits, params):
 
 
 def check_distribution(logits, params, num_samples):
-    """Compare the frequencies of sampled tokens with the probabilities by the definition."""
+    """Check that the frequencies of sampled tokens match the probabilities of `slow_probs`."""
     sequences = [make_sequence(seed=seed, **params) for seed in range(num_samples)]
     outcomes = sample(logits.expand(num_samples, -1), sequences)
     tokens = torch.tensor([outcome.token_ids[0] for outcome in outcomes])
@@ -181,7 +181,8 @@ def test_stop_tokens_are_forbidden_before_min_tokens(temperature):
 
 
 def test_random_numbers_are_uniform_and_differ_by_seed_and_counter():
-    # 30,000 numbers: 100 counters for each of 300 seeds, and 1500 numbers for each of 20 intervals.
+    # There are 30,000 numbers: one for each pair of 300 seeds and 100 counters. If they are
+    # uniform, each of the 20 intervals contains about 1500 numbers.
     seeds = np.repeat(np.arange(300, dtype=np.uint64), 100)
     counters = np.tile(np.arange(100, dtype=np.uint64), 300)
     numbers = uniform_numbers(seeds, counters)
@@ -237,7 +238,8 @@ def test_uncertain_rows_are_sampled_again_when_the_result_is_read(monkeypatch):
     sampled_tokens, device_tokens = pending.result()
     assert sampled_tokens == expected
     assert device_tokens == pending.token_ids.tolist()
-    # Only with top_p and top_k, the first tokens are uncertain.
+    # Only rows with top_p or top_k (the first two of the four settings) may be sampled again, so
+    # only their first tokens can be wrong.
     pairs = zip(device_tokens, sampled_tokens.token_ids, strict=True)
     wrong = [index for index, (first, final) in enumerate(pairs) if first != final]
     assert {index % 4 for index in wrong} == {0, 1}

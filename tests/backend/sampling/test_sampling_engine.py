@@ -18,7 +18,7 @@ SETTINGS = [
 
 
 def requests_of(rng):
-    """Return the prompt and the parameters of two random requests for each item of `SETTINGS`."""
+    """Return two requests (prompt and parameters) with random prompts for each of `SETTINGS`."""
     return [
         (
             [rng.randrange(3, 40) for _ in range(rng.randrange(1, 30))] * rng.choice([1, 2]),

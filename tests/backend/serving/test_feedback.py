@@ -113,7 +113,7 @@ def test_only_steps_that_the_executor_has_signed_are_accepted():
         message = executor.sign(b"state")
         assert writer.attach_and_verify(message) == b"state"
 
-        # A message consists of the address of the executor, a signature, and the step.
+        # A message consists of the address of the executor, a signature and the signed content.
         address, other_address = executor.address.encode(), other_executor.address.encode()
         signed_by_other = address + other_executor.sign(b"state").removeprefix(other_address)
         damaged = [message + b"!", message[:-1], address, b"", b"\xff" * 300]

@@ -238,7 +238,8 @@ def test_consecutive_messages_are_merged_if_the_template_requires_alternating_ro
     assert rendered == "user: a;assistant: ;user: b;assistant: c;assistant: d;"
     with pytest.raises(RequestError, match="roles must alternate"):
         renderer_of(alternating).render(messages[3:])
-    # The answer continues the last message, which must therefore not be left out.
+    # Empty assistant messages are left out. The last message is an exception if the model continues
+    # it.
     chat = [messages[0], messages[2], messages[1]]
     rendered = renderer_of(alternating).render(chat, continue_final_message=True)
     assert rendered == "user: a\n\nb;assistant: "
@@ -405,7 +406,10 @@ def test_text_parts_may_have_the_types_of_the_responses_api(part_type):
 
 
 def call_with_id(chat, call_id):
-    """Return copies of the call and its result, the last messages of `chat`, with another id."""
+    """Return copies of the last two messages of `chat` with another id.
+
+    These messages are a tool call and its result.
+    """
     _, assistant, result = chat
     call = {**assistant["tool_calls"][0], "id": call_id}
     return [{**assistant, "tool_calls": [call]}, {**result, "tool_call_id": call_id}]

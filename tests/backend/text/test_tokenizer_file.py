@@ -1,6 +1,7 @@
-"""Tests that a prompt has the tokens of tokenizer.json, whatever class tokenizer_config.json names.
+"""Tests that a prompt is tokenized by the rules of tokenizer.json.
 
-Some classes of transformers replace the normalizer and the pre-tokenizer of the file.
+The class that tokenizer_config.json names must not matter. Some classes of transformers replace the
+normalizer and the pre-tokenizer of tokenizer.json by their own.
 """
 
 import json
@@ -13,7 +14,7 @@ from transformers import TokenizersBackend
 
 
 def digits_first() -> Tokenizer:
-    """Return a tokenizer for which each digit is a word, as that of SmolLM2."""
+    """Return a tokenizer that splits a number into digits, like the tokenizer of SmolLM2."""
     tokenizer = Tokenizer.from_str(byte_level().to_str())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -41,7 +42,7 @@ def save(tokenizer, folder, class_name, model_type, **settings):
     [
         (digits_first, "GPT2Tokenizer", "llama"),
         (digits_first, "GPTNeoXTokenizerFast", "gpt_neox"),
-        # transformers creates a Qwen2Tokenizer for all checkpoints with this model_type.
+        # For the model type "qwen2", transformers creates a Qwen2Tokenizer instead of this class.
         (digits_first, "PreTrainedTokenizerFast", "qwen2"),
         (byte_fallback, "LlamaTokenizerFast", "qwen2"),
         (byte_fallback, "LlamaTokenizer", "llama"),
@@ -71,7 +72,7 @@ def test_a_class_creates_the_rules_for_add_prefix_space(tmp_path):
 
 def test_words_have_the_pattern_of_tekken_json_with_checkpoints_of_mistral(tmp_path):
     content = json.loads(byte_level().to_str())
-    # transformers changes only tokenizers with at least as many tokens as those of Mistral.
+    # transformers changes only large tokenizers: at least as many tokens as the ones of Mistral.
     content["model"]["vocab"] |= {f"<unused{number}>": number for number in range(400, 100_400)}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     words = pre_tokenizers.Split(Regex(r"\p{L}+|[^\p{L}]+"), "isolated")
@@ -80,5 +81,5 @@ def test_words_have_the_pattern_of_tekken_json_with_checkpoints_of_mistral(tmp_p
     save(tokenizer, tmp_path, "LlamaTokenizerFast", "mistral")
     (tmp_path / "tekken.json").write_text("{}")
     backend = load_tokenizer(str(tmp_path)).backend_tokenizer
-    # By the pattern of tekken.json, a word has no capital letter after a small letter.
+    # The pattern of tekken.json splits a word before a capital letter that follows a small letter.
     assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("aBc")] == ["a", "Bc"]

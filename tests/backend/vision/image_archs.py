@@ -161,7 +161,7 @@ _KINDS = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
-    """Load the model of transformers in float32, and the processor of its chats."""
+    """Load the transformers model of a checkpoint in float32, and the processor for its chats."""
     config = AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(folder, dtype=torch.float32)
@@ -180,7 +180,8 @@ def reference(folder: Path, kind: str) -> tuple[list[Chat], Answers, bool]:
         try:
             tokens, _ = _generate(model, processor, messages)
         except Exception:
-            # Some types accept only one image, or no image next to audio.
+            # Some types accept only one image, or do not accept images together with audio. For
+            # these types, two chats are enough.
             if len(chats) < 2:
                 raise
         else:
@@ -193,7 +194,7 @@ def reference(folder: Path, kind: str) -> tuple[list[Chat], Answers, bool]:
 
 
 def _generate(model: Any, processor: ChatProcessor, messages: Chat) -> tuple[list[int], Any]:
-    """Return the tokens that transformers generates, and the logits of the first token."""
+    """Return the tokens that transformers generates, and the logits for the first of them."""
     prompt = processor.prepare(messages)
     images = place_images(prompt.images, model.device, torch.float32)
     ids = torch.tensor([prompt.token_ids])
@@ -249,7 +250,8 @@ def _preempted(engine: Engine, chats: list[Chat]) -> Answers:
     """Answer all chats with so few free blocks that the engine has to preempt sequences."""
     pool, block_size = engine._parts.pool, engine.info.block_size
     prompt_lengths = [len(engine.image_prompt(messages).token_ids) for messages in chats]
-    # All prompts fit into the free blocks, but not all answers. The longest sequence fits, too.
+    # The free blocks are enough for all prompts, but not for all prompts with their answers. They
+    # are also enough for the longest sequence with its answer.
     num_blocks_of_prompts = sum(-(-length // block_size) for length in prompt_lengths)
     num_blocks_of_longest = -(-(max(prompt_lengths) + MAX_TOKENS) // block_size)
     num_free = max(num_blocks_of_prompts, num_blocks_of_longest + 1)
@@ -292,7 +294,7 @@ def build(
 
 
 def examine(kind: str, result: Result) -> None:
-    """Run the type `result.type` in all situations, and store the outcome in `result`."""
+    """Test a tiny model of the type `result.type` in all situations, and fill in `result`."""
     with tempfile.TemporaryDirectory() as temporary_folder:
         folder, chats, expected, result.depends = build(result.type, Path(temporary_folder), kind)
         result.num_distinct = len({token for answer in expected for token in answer})
@@ -318,7 +320,7 @@ def examine(kind: str, result: Result) -> None:
 
 
 def _cell(expected: Answers, answers: Answers) -> str:
-    """Return the number of equal tokens and of all tokens. Example: "27/27"."""
+    """Return the number of equal tokens and the number of all tokens as a text, such as "26/27"."""
     num_equal, num_tokens = equal_tokens(expected, answers)
     return f"{num_equal}/{num_tokens}"
 
@@ -367,7 +369,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _run_types(arguments: argparse.Namespace, results: dict[str, Result]) -> None:
-    """Run the requested types. Add the results to `results` and to the file of results."""
+    """Test the requested types. Add each result to `results` and to the file of results."""
     warnings.filterwarnings("ignore")
     getLogger("nereid_backend").setLevel(ERROR)
     logging.set_verbosity_error()

@@ -87,7 +87,10 @@ def audio_types() -> list[str]:
 
 
 def _processor_parts(model_type: str) -> set[str]:
-    """Return the names of a processor's parts; an empty set if the processor cannot be imported."""
+    """Return the names of a processor's parts, such as "tokenizer" and "image_processor".
+
+    Return an empty set if the processor cannot be imported.
+    """
     default = PROCESSOR_MAPPING_NAMES.get(model_type)
     name = HINTS.get(model_type, {}).get("_processor") or default or ""
     try:
@@ -133,9 +136,9 @@ def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any]
 def _set_image_size(
     values: dict[str, Any], vision: dict[str, Any], model_type: str, hints: dict[str, Any]
 ) -> None:
-    """Set the size of images in a config, as the hint "_sizes" (one of `SIZES`) requires.
+    """Set the size of images in a config to the size that the hint "_sizes" requires.
 
-    `vision` is the part of the config that describes the image encoder.
+    The hint is one of `SIZES`. `vision` is the part of the config that describes the image encoder.
     """
     if hints["_sizes"] == "processor":
         default_sizes = dict(_image_class(model_type, hints)().size or {})
@@ -210,7 +213,10 @@ def _set_tokens(values: dict[str, Any], processor: Any) -> None:
 
 
 def _special_token(processor: Any, tokenizer: Any, attribute: str) -> Any:
-    """Return the special token that is stored in an attribute, such as "image_token"."""
+    """Return the special token in an attribute of the processor or of the tokenizer.
+
+    Example: the attribute "image_token" contains "<image>".
+    """
     token = getattr(processor, attribute, None)
     if attribute == "image_token" and isinstance(token, str):
         ids = [token_id for token_id in processor.image_token_ids if isinstance(token_id, int)]
@@ -258,7 +264,10 @@ def make_processor(model_type: str, hints: dict[str, Any], values: dict[str, Any
 def _make_parts(
     processor_class: Any, model_type: str, hints: dict[str, Any], values: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the parts of a processor. A missing video processor is a `_NoVideo`."""
+    """Return the parts of a processor by their names.
+
+    If there is no video processor for the type, the part is a `_NoVideo`.
+    """
     names = processor_class.get_attributes()
     vision = _vision_values(values)
     tokenizer = make_tokenizer(processor_class, hints)
@@ -281,9 +290,10 @@ def _make_parts(
 def _processor_arguments(
     processor_class: Any, vision: dict[str, Any], hints: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a processor that follow from the config.
+    """Return the arguments of a processor that are computed from the config and the hints.
 
-    An argument from the config is left out if its default already fits the type.
+    An argument is left out if the processor class defines a default other than None, 0 or 256,
+    because such a default fits the type. The hint "_arguments" overrides all defaults.
     """
     parameters = inspect.signature(processor_class.__init__).parameters
     patch_size, side = vision.get("patch_size"), vision.get("image_size")
@@ -347,7 +357,7 @@ def _image_class(model_type: str, hints: dict[str, Any]) -> Any:
 
 
 def _image_sizes(default: Any, vision: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an image processor for images of the image encoder's size.
+    """Return the arguments that make an image processor resize images for the image encoder.
 
     `default` is an image processor with the default arguments.
     """
@@ -399,7 +409,7 @@ def make_tokenizer(processor_class: Any, hints: dict[str, Any]) -> PreTrainedTok
 
 
 def _token_attributes(source: str, hints: dict[str, Any]) -> dict[str, str]:
-    """Return the attributes of the tokenizer that the source code reads, with their tokens.
+    """Return the special tokens that `source`, the code of a processor, reads from its tokenizer.
 
     Example: the source code `tokenizer.image_token_id` gives {"image_token": "<image_token>"}.
     """

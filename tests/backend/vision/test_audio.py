@@ -252,7 +252,7 @@ def test_tokens_equal_those_of_generate(tmp_path):
         assert image_archs._mixed(engine, chats) == expected
         engine.check()
 
-        # The features of the audio are cached, so no audio is encoded again.
+        # The features of all audio inputs are cached, so the engine runs no audio encoder.
         num_encodings = engine.stats().num_image_encodings
         assert image_archs._cached(engine, chats) == expected
         assert engine.stats().num_image_encodings == num_encodings

@@ -28,7 +28,7 @@ def transparent() -> Image.Image:
 
 
 def rotation() -> Image.Exif:
-    """Return EXIF data of a camera that was rotated by 90 degrees."""
+    """Return EXIF data that declare a rotation by 90 degrees (the orientation 6)."""
     exif = Image.Exif()
     exif[0x112] = 6
     return exif
@@ -77,13 +77,13 @@ def test_a_damaged_file_is_refused_or_decoded_like_by_pillow(data):
         else:
             with Image.open(io.BytesIO(damaged)) as image:
                 decoded = decode_still_webp(image, damaged)
-            # Without a result, Pillow decodes the file.
+            # If the result is None, Nereid decodes the file with Pillow.
             if decoded is not None:
                 assert (decoded.mode, decoded.size, decoded.tobytes()) == expected
 
 
 def pillow_pixels(data: bytes) -> tuple[str, tuple[int, int], bytes] | None:
-    """Return the mode, the size and the pixels that Pillow decodes; None if Pillow fails."""
+    """Return the mode, the size and the pixels that Pillow decodes, or None if Pillow fails."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()

@@ -60,7 +60,8 @@ def test_another_image_with_the_same_text_is_not_answered_from_the_prefix_cache(
     output = engine.chat(second_chat, PARAMS)
     repeated_output = engine.chat(second_chat, PARAMS)
 
-    # Only the tokens before the image come from the cache, until the same image is repeated.
+    # The first request with another image can use only the cached tokens before the image. When the
+    # request is repeated, the tokens of the image are cached, too.
     assert output.num_cached_tokens <= index_of_image
     assert repeated_output.num_cached_tokens > index_of_image
     assert repeated_output.outputs[0].token_ids == output.outputs[0].token_ids
@@ -148,7 +149,7 @@ def test_log_probabilities_of_a_prompt_with_images_are_those_of_transformers(mod
 
 @torch.inference_mode()
 def reference_logprobs(reference, prompt):
-    """Return the log-probabilities of the prompt's tokens, without the first token."""
+    """Return the log-probabilities of all tokens of the prompt except the first one."""
     images = place_images(prompt.images, reference.device, torch.float32)
     ids = torch.tensor([prompt.token_ids])
     mask = torch.ones_like(ids)
@@ -279,13 +280,13 @@ def test_a_request_chooses_whether_special_tokens_are_added_to_a_prompt_with_ima
     )
 
     def num_special_tokens(start: str, **arguments: bool) -> int:
-        """Count <s> in the tokens of a prompt with an image that begins with `start`."""
+        """Return how many tokens <s> a prompt has. The prompt is `start`, an image and a text."""
         image = FoundImage("image", picture(1, 60, 40))
         text = f"{start}{processor.processor.image_token}hello"
         prompt = processor.prepare_rendered(text, [image], **arguments)
         return prompt.token_ids.count(tokenizer.bos_token_id)
 
-    # By default, <s> is added only if the text does not begin with it.
+    # By default, <s> is added only if the text does not begin with <s>.
     assert num_special_tokens("") == num_special_tokens("<s>") == 1
     assert num_special_tokens("", add_special_tokens=True) == 1
     assert num_special_tokens("<s>", add_special_tokens=True) == 2

@@ -73,7 +73,10 @@ def local_is_public(monkeypatch):
 
 
 def read(sources, *urls, limits=LIMITS):
-    """Return the images of the URLs. A data URL is unchanged, and other images are base64."""
+    """Return the image of each URL.
+
+    A data URL or base64 is returned unchanged. Any other image is returned as base64.
+    """
     return sources.read([url.encode() for url in urls], limits, MAX_BYTES)
 
 
@@ -190,7 +193,7 @@ def test_a_device_outside_the_folder_is_not_even_opened(tmp_path, monkeypatch):
 
 @pytest.fixture
 def image_folder(tmp_path):
-    """A folder with two image files, a link to a file outside of the folder, and a pipe."""
+    """A folder that contains two image files, a link to a file outside the folder, and a pipe."""
     folder = tmp_path / "images"
     folder.mkdir()
     (folder / "a b.png").write_bytes(IMAGE)
@@ -233,7 +236,8 @@ def test_a_file_with_a_name_outside_ascii_is_read_in_a_model_of_the_triton_serve
         "content = sources._read_file(url, 'image', 1000, _Budget(1000, float('inf'))); "
         "sys.stdout.buffer.write(content)"
     )
-    # The Triton server starts models with these variables, so that file names are ASCII.
+    # With these variables, Python encodes file names as ASCII. The Triton server starts models with
+    # these variables.
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE

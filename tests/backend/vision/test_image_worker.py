@@ -27,9 +27,9 @@ from loadtest.bench.bench_large_images import SEE
 
 @pytest.fixture
 def ask():
-    """A function that sends a request to a child process of a worker and returns the answer.
+    """A function that sends a request to the child process of a worker, and returns the answer.
 
-    The child calls the function `prepare` with the text and the images of the request.
+    To answer, the child process calls the function `prepare` with the request's text and images.
     """
     workers = {}
 

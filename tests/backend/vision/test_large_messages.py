@@ -21,7 +21,7 @@ def test_a_message_arrives_unchanged_and_can_be_forwarded(data):
     assert message.starts_with(data[:5])
     assert not message.starts_with(b"other")
 
-    # A message can be sent several times.
+    # The same message can be sent twice, because sending does not consume it.
     for _ in range(2):
         message.send(worker_to_child)
         assert receive_message(child).read() == data

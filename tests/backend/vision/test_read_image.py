@@ -37,15 +37,15 @@ def png(
     is_grey: bool = False,
     transparent: bytes = b"",
 ) -> bytes:
-    """Return a PNG file whose header contains the given size. The pixels need not fit the size.
+    """Return a PNG file whose header declares any size, even a size that contradicts the pixels.
 
     Args:
         width: the width in the header.
         height: the height in the header.
-        pixels: the pixels. Each row begins with a zero byte.
-        num_bits: the number of bits of each number.
-        is_grey: whether the pixels are grey instead of RGB.
-        transparent: the transparent value, two bytes for each number.
+        pixels: the bytes of all rows. Each row begins with a zero byte (no PNG filter).
+        num_bits: the number of bits in each number of a pixel.
+        is_grey: whether a pixel has one number (grey) instead of three (RGB).
+        transparent: the pixel value that is transparent, with two bytes for each number.
     """
 
     def chunk(kind: bytes, data: bytes) -> bytes:

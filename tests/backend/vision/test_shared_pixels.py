@@ -41,7 +41,8 @@ def share(monkeypatch):
     block_size = Image.core.get_block_size()
 
     def share_and_undo_later():
-        # After the test, monkeypatch restores these functions, which `share_pixels` replaces.
+        # `share_pixels` replaces these functions. Patch each function with itself first, so that
+        # monkeypatch restores it after the test.
         for owner, name in (
             (image_processing_backends, "convert_to_rgb_pil"),
             (image_transforms, "to_pil_image"),

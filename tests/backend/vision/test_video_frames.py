@@ -30,7 +30,7 @@ def data_url(*frames: str, parameters: str = "") -> str:
 
 
 def split(part: dict, limits: ImageLimits | None = None):
-    """Read a chat that contains the part `part` and a text, and return the video of the part."""
+    """Read a chat with the parts `part` and a text, and return the video that `part` contains."""
     text_part = {"type": "text", "text": "What happens?"}
     messages, (video,) = split_messages(
         [{"role": "user", "content": [part, text_part]}], limits or ImageLimits()

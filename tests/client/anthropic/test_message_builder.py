@@ -1,4 +1,4 @@
-"""Tests of the messages that are built from the deltas of the backend."""
+"""Tests of `MessageBuilder`, which builds Anthropic messages from the deltas of the backend."""
 
 import json
 

@@ -57,7 +57,7 @@ def store(tmp_path):
 
 
 def upload(store, num_lines, owner=""):
-    """Store a batch file with chats, and return the file."""
+    """Store a batch file with `num_lines` chat requests, and return the file."""
     file = store.files.start_upload()
     file.write(jsonl(map(line, range(num_lines))))
     return file.finish(owner, "requests.jsonl", "batch", keep_s=3600)
@@ -71,7 +71,7 @@ def create(store, num_lines, owner=""):
 
 @asynccontextmanager
 async def running(store, num_slots, sender=None, key_file=None):
-    """Run the batches of a store, with at most `num_slots` lines at once. Yield the runner."""
+    """Run the batches of a store, and yield the runner. At most `num_slots` lines run at once."""
     gate = Gate(SharedBudget(100))
     runner = BatchRunner(
         store,
@@ -94,9 +94,9 @@ async def ended(store, batch):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """A list of exceptions. Each append to a result file removes and raises one of them.
+    """A list of exceptions that a test fills. Each write to a result file raises one of them.
 
-    If the list is empty, an append succeeds.
+    An exception is removed from the list when it is raised. If the list is empty, writes succeed.
     """
     failures = []
     append = ResultFile.append

@@ -134,7 +134,7 @@ def test_any_line_is_a_request_or_a_line_error(line):
 
 
 def content_of(path):
-    """Return the content of a file, or no bytes if the file does not exist."""
+    """Return the content of a file, or empty bytes if the file does not exist."""
     return path.read_bytes() if path.exists() else b""
 
 

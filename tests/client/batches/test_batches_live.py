@@ -99,7 +99,7 @@ def test_wrong_lines_are_in_the_error_file_with_their_numbers(client):
 
     counts = batch.request_counts
     assert batch.status == "completed"
-    # The empty line does not count.
+    # The empty line of the file is not counted as a request.
     assert (counts.total, counts.completed, counts.failed) == (13, 1, 12)
     failures = results(client, batch.error_file_id)
     unsent = [failure for failure in failures if failure["error"]]
@@ -138,7 +138,8 @@ def test_a_file_with_too_many_lines_fails(client):
 
 
 def test_a_cancelled_batch_has_the_responses_so_far(client, tmp_path):
-    # The echo model answers a line with <until PATH> when the file exists. It never exists here.
+    # The echo model answers a line with <until PATH> as soon as the file PATH exists. Here, the
+    # file never exists.
     waiting = [line(number, f"<until {tmp_path / 'gate'}>") for number in range(2, 60)]
     batch = create(client, [line(1), *waiting])
     wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)
@@ -282,7 +283,7 @@ def test_an_expired_batch_has_an_error_for_each_unfinished_line(tmp_path):
 
 @pytest.fixture
 def frontend_with_keys(tmp_path):
-    """A frontend with the clients `a` and `b`: its key file, and the openai client of each."""
+    """The key file of a frontend with the clients `a` and `b`, and an openai client for each."""
     keys = tmp_path / "keys.toml"
     keys.write_text('[a]\nkey = "key-a"\n[b]\nkey = "key-b"\nmax_concurrent_requests = 1\n')
     folder = str(tmp_path / "folder")
@@ -319,7 +320,8 @@ def test_a_batch_is_cancelled_if_its_key_is_removed(frontend_with_keys, tmp_path
     keys, _, client = frontend_with_keys
     # These lines are never answered, because the file does not exist.
     batch = create(client, [line(n, f"<until {tmp_path / 'gate'}>") for n in range(3)])
-    # The requests of a batch do not count towards the limits of the client's key.
+    # The limit max_concurrent_requests = 1 of this client does not count the requests of a batch,
+    # so another request is accepted.
     client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "x"}])
 
     keys.write_text('[a]\nkey = "key-a"\n')

@@ -140,7 +140,7 @@ def test_the_installation_can_be_repeated_after_the_disk_was_full(
     write_text = Path.write_text
 
     def write_half(path, text):
-        """Replace `Path.write_text`, with which `install` writes the launcher."""
+        """Write half of a text to a file, and then raise the error of a full disk."""
         write_text(path, text[: len(text) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

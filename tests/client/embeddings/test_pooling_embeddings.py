@@ -375,8 +375,8 @@ async def test_cohere_gets_a_list_for_each_type_of_embedding(ask):
     assert embeddings["float"] == rows
     decoded = [base64.b64decode(text) for text in embeddings["base64"]]
     assert [np.frombuffer(row, "<f4").tolist() for row in decoded] == rows
-    # A bit is 1 if the number is positive. The bytes of "ubinary" are unsigned, and the bytes of
-    # "binary" are signed.
+    # A vector becomes one bit for each number: 1 if the number is positive. The bytes of "ubinary"
+    # are unsigned, and the bytes of "binary" are signed.
     assert embeddings["ubinary"] == [[0b11110000], [0b01110000]]
     assert embeddings["binary"] == [[0b11110000 - 128], [0b01110000 - 128]]
 
@@ -451,12 +451,12 @@ async def test_vectors_are_returned_in_fewer_bytes(ask, name):
     rows = [vector("abc"), vector("")]
     assert await embed("float") == rows
     for signed, unsigned, row in zip(await embed("int8"), await embed("uint8"), rows, strict=True):
-        # The largest number of a vector becomes 127.
+        # Each vector is scaled so that its largest absolute value becomes 127.
         assert max(map(abs, signed)) == 127
         assert np.allclose(np.array(signed) / 127 * max(row), row, atol=max(row) / 254)
         assert unsigned == [number + 128 for number in signed]
-    # A bit is 1 if the number is positive. The bytes of "ubinary" are unsigned, and the bytes of
-    # "binary" are signed.
+    # A vector becomes one bit for each number: 1 if the number is positive. The bytes of "ubinary"
+    # are unsigned, and the bytes of "binary" are signed.
     assert await embed("ubinary") == [[0b11110000], [0b01110000]]
     assert await embed("binary") == [[0b11110000 - 128], [0b01110000 - 128]]
 

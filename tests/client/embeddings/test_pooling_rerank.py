@@ -101,7 +101,8 @@ async def test_documents_may_be_images(ask, pooling):
 
 
 async def test_a_text_in_thousands_of_nested_objects_is_read():
-    # The JSON parser of Python 3.12 and later accepts 2,000 nested objects.
+    # The JSON parser of Python 3.12 and later accepts 2,000 nested objects, so a request can
+    # contain them.
     value = "a"
     for _ in range(2000):
         value = {"content": [value]}
@@ -249,7 +250,7 @@ async def test_a_client_that_goes_cancels_the_call(pooling):
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive():
-        """Return the body. Once the backend is called, return that the client has disconnected."""
+        """Return the body first. When the backend has been called, report a disconnect."""
         if messages:
             return messages.pop()
         while not pooling.calls:

@@ -68,7 +68,7 @@ async def test_predict_returns_the_labelled_parts_of_each_text(ask):
     token = {"entity": "B-Y", "score": 0.75, "index": 2, "word": "y", "start": 1, "end": 2}
     answer = await ask("/predict", inputs="ay", aggregation_strategy="none")
     assert answer.json() == [token]
-    # The library huggingface_hub sends the field in `parameters`.
+    # The library huggingface_hub sends aggregation_strategy inside `parameters`.
     answer = await ask("/predict", inputs="ay", parameters={"aggregation_strategy": "none"})
     assert answer.json() == [token]
 

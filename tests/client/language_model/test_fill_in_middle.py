@@ -21,7 +21,7 @@ class TokenizerBackend(FakeBackend):
         self.set_markers(MARKERS)
 
     def set_markers(self, markers):
-        """Replace the tokenizer by one with the given markers."""
+        """Replace the tokenizer by a tokenizer in which the given markers are special tokens."""
         letters = {letter: number for number, letter in enumerate(["?", *"abcdef<>_|fimprxsudl"])}
         self._tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
         self._tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -190,7 +190,7 @@ async def test_a_question_to_the_executor_that_is_cancelled_lets_its_stream_end(
 
 
 class FakeCalls:
-    """The calls of a Triton server that is live. Each stream has one response.
+    """A fake of `TritonCalls` for a Triton server that is live. Each stream has one response.
 
     Attributes:
         error: the error message of the responses, or an empty string.
@@ -210,7 +210,7 @@ class FakeCalls:
         self.num_requests += 1
         infer_response = SimpleNamespace(
             outputs=[SimpleNamespace(name="delta")],
-            # Triton writes the length of a string before the string.
+            # The first four bytes are the length of the string.
             raw_output_contents=[b'\x19\x00\x00\x00{"finish_reason": "stop"}'],
         )
         response = SimpleNamespace(error_message=self.error, infer_response=infer_response)
@@ -230,7 +230,7 @@ async def test_a_dead_process_of_a_model_is_unhealthy_until_a_request_succeeds(m
     calls.error = "in ensemble 'llm', Stub process 'tokenizer_0_0' is not healthy."
     with pytest.raises(BackendError, match="not healthy"):
         await collect(backend, "hi")
-    # From now on, each check of the health sends a request of its own to the model.
+    # From now on, each health check sends a test request to the model.
     assert not await backend.is_live()
     assert not await backend.is_ready()
 

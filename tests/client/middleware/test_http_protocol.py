@@ -26,7 +26,7 @@ def disconnects():
 
 
 async def read_body(receive):
-    """Return the complete body of a request."""
+    """Receive all messages of a request, and return its complete body."""
     message = await receive()
     body = message["body"]
     while message.get("more_body"):

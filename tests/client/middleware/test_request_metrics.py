@@ -54,7 +54,7 @@ def refused(limit, status):
 
 
 def requests(route, status):
-    """Return the key of the metric that counts the requests of a route by their HTTP status."""
+    """Return the key of the metric that counts the requests with a route and an HTTP status."""
     return ("nereid_frontend_requests_total", ("route", route), ("status", str(status)))
 
 

@@ -137,7 +137,7 @@ def test_the_page_loads_nothing_from_elsewhere(open_page, frontend, browser):
     page.close()
 
     assert requested_urls
-    # The empty URL "data:," is the page's icon.
+    # The page loads no other server's files. The URL "data:," is its empty icon.
     assert all(other.startswith(url) or other == "data:," for other in requested_urls)
     policy = httpx.get(url).headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; connect-src 'self'")

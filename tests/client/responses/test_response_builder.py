@@ -45,8 +45,9 @@ TEXTS = st.text(min_size=1, max_size=6)
 def answers(draw):
     """Draw the deltas of an answer: reasoning, content and calls in any order.
 
-    As in the output of the postprocessor, the deltas of one call come before those of the next one.
-    Any finish reason may follow, because the builder must not rely on the calls for it.
+    The deltas of one call come before the deltas of the next call, as in the output of the
+    postprocessor. Any finish reason can follow any deltas, because the builder must not infer the
+    finish reason from the calls.
     """
     deltas, num_calls = [], 0
     kinds = st.sampled_from(["reasoning", "content", "call", "usage"])

@@ -136,7 +136,8 @@ async def test_items_that_are_sent_twice_get_ids_of_their_own(client):
     first = await create(client, "one")
     second = await create(client, first["output"], previous_response_id=first["id"])
     listed = (await client.get(f"{PATH}/{second['id']}/input_items")).json()["data"]
-    # A client that pages through the items would otherwise read the same page forever.
+    # The ids must differ. If two items had the same id, a client that asks for the items after an
+    # id could get the same page again and again.
     assert len({item["id"] for item in listed}) == len(listed) == 3
 
 
@@ -558,7 +559,8 @@ async def test_a_response_whose_input_is_larger_than_the_store_is_refused(backen
 async def test_a_running_response_that_outgrows_the_store_fails(backend):
     async with frontend(backend, max_stored_response_bytes=20_000) as (client, app):
         earlier_response = await create(client)
-        # The input fits into the store, but not together with the answer, which repeats it.
+        # The answer repeats the input. The input alone fits into the store, but the input and the
+        # answer together do not.
         body = {"input": "word " * 500, "background": True, "stream": True}
 
         events = events_of((await client.post(PATH, json=body)).text)
@@ -566,7 +568,7 @@ async def test_a_running_response_that_outgrows_the_store_fails(backend):
         response = StreamCheck().run(events)
         assert response["status"] == "failed"
         assert "max_stored_response_bytes" in response["error"]["message"]
-        # The store deletes older responses before it refuses a newer one.
+        # The store deletes older responses before it rejects a newer response.
         assert await is_gone(client, earlier_response["id"])
         store = app.state.responses.store
         assert store.num_bytes <= 20_000

@@ -12,7 +12,10 @@ LIMIT = 4096
 
 
 class CountingBackend:
-    """Rejects chats with more than LIMIT tokens. A message has four tokens more than words."""
+    """A fake backend that rejects chats with more than LIMIT tokens.
+
+    Each word is a token, and each message has four additional tokens.
+    """
 
     def __init__(self):
         self.token_counts = []

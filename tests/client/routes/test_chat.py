@@ -24,7 +24,7 @@ def fold(chunks):
 
 
 def add_piece(calls, piece):
-    """Add a piece of a tool call to the calls. The first piece of a call has an id and a name."""
+    """Add a streamed piece of a tool call to `calls`. The first piece has the id and the name."""
     if piece["index"] == len(calls):
         function = {"name": piece["function"]["name"], "arguments": ""}
         calls.append({"id": piece["id"], "type": piece["type"], "function": function})

@@ -57,7 +57,7 @@ async def test_n_choices_are_streamed_interleaved_and_each_ends_once(chat, chunk
     assert starts == [0, 1, 2]
     ends = [choice["index"] for choice in choices if choice["finish_reason"]]
     assert sorted(ends) == [0, 1, 2]
-    # The echo model counts <pause 0.01> as two words.
+    # The echo model counts words as tokens. The text <pause 0.01> has two words.
     assert usage_chunk["usage"]["prompt_tokens"] == 3
     assert usage_chunk["usage"]["completion_tokens"] == 8
 
@@ -108,7 +108,7 @@ async def test_tokens_may_be_written_as_their_ids(chat):
 async def test_each_tokens_logprob_is_streamed_once_also_where_its_text_is_held_back(
     chat, chunks_of, num_choices
 ):
-    # The echo model holds back the text in <hold> until its last token.
+    # The echo model sends the text between <hold> and </hold> only with the last of its tokens.
     text = "a <hold>b c d</hold> <think>e f</think>g <pause 0.01><hold>h i</hold>"
     fields = {"logprobs": True, "top_logprobs": 1, "n": num_choices}
     whole_choices = (await chat(text, **fields)).json()["choices"]
@@ -119,7 +119,7 @@ async def test_each_tokens_logprob_is_streamed_once_also_where_its_text_is_held_
     for choice in choices:
         streamed_logprobs[choice["index"]] += choice["logprobs"]["content"]
     assert streamed_logprobs == [choice["logprobs"]["content"] for choice in whole_choices]
-    # The log-probabilities of held-back tokens come in chunks without text.
+    # While the text is held back, chunks without text contain the log-probabilities.
     assert any(choice["delta"] == {} and choice["finish_reason"] is None for choice in choices)
 
 

@@ -13,10 +13,10 @@ WORKING_PROGRAM = SimpleNamespace(restart_at=None, is_restart_due=False, failure
 
 
 def supervisor_of(programs, monkeypatch):
-    """Return a supervisor of `programs` that were all ready once.
+    """Return a supervisor that believes that all of `programs` have been ready.
 
-    `Supervisor.run` would start a Triton server, so this function sets the programs. The supervisor
-    neither ends other processes nor reads the server's log.
+    `Supervisor.run` would start a Triton server, so this function sets the programs directly. The
+    supervisor neither ends processes of the programs nor reads the log of the server.
     """
     supervisor = Supervisor(SimpleNamespace(max_process_memory=0))
     supervisor._programs = programs
@@ -39,10 +39,10 @@ def test_a_restart_without_memory_for_a_process_is_tried_again(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(failing, "start", fail_to_start)
-        # The program has ended, so the supervisor plans its first restart, which fails.
+        # The program has ended, so the supervisor plans a restart. This first restart fails.
         assert supervisor._handle_failures() is None
         supervisor._restart_due_programs()
-    # The supervisor plans the second restart.
+    # The supervisor now plans the second restart of the program.
     assert supervisor._handle_failures() is None
 
     assert failing.restart_at is not None

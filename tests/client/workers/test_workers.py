@@ -233,7 +233,7 @@ def test_the_metrics_are_the_sums_of_all_workers(pool):
     num_before = pool.counter("nereid_frontend_requests_total", **labels)
     num_refused_before = pool.counter("nereid_frontend_refused_requests_total", status="429")
     statuses = in_threads(18, lambda: pool.chat("a <pause 0.3>", "narrow").status_code)
-    # Four requests reach different workers, but each worker reports the sums.
+    # The four requests reach different workers, but each worker reports the sums of all workers.
     sums = [pool.counter("nereid_frontend_requests_total", **labels) for _ in range(4)]
     assert sums == [num_before + statuses.count(200)] * 4
     num_refused = pool.counter("nereid_frontend_refused_requests_total", status="429")

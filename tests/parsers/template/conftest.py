@@ -7,10 +7,11 @@ import pytest
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A function that writes the files of a checkpoint and returns its folder.
+    """A function that writes the files of a checkpoint and returns the folder.
 
-    `config` is the content of tokenizer_config.json. In the names of other files, "__" stands for
-    "/" and "_DOT_" for ".". Example: `chat_template_DOT_jinja="text"` writes chat_template.jinja.
+    Its argument `config` is the content of tokenizer_config.json. Each keyword argument is the
+    content of another file, in whose name "__" stands for "/" and "_DOT_" stands for ".".
+    Example: `chat_template_DOT_jinja="text"` writes "text" to the file chat_template.jinja.
     """
 
     def write(config=None, **files):

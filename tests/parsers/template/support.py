@@ -98,8 +98,9 @@ def message_of(content="", reasoning="", calls=(), supports=None):
     Args:
         content: the text of the message.
         reasoning: the reasoning of the message.
-        calls: pairs of the name and the arguments of a tool call.
-        supports: the form that the analysis of the template has found.
+        calls: a pair for each tool call: the name and the arguments.
+        supports: the result of the analysis that describes which forms of messages the template
+            supports.
     """
     message = {"role": "assistant", "content": content}
     reasoning_fields = supports.reasoning if supports is not None else ()
@@ -112,13 +113,14 @@ def message_of(content="", reasoning="", calls=(), supports=None):
         is_text = supports is not None and supports.arguments == "text"
         function = {"name": name, "arguments": json.dumps(arguments) if is_text else arguments}
         call = {"id": f"functions.{name}:{number}", "type": "function", "function": function}
-        # Some templates read the function's fields from the call itself.
+        # Some templates read the name and the arguments from the call instead of its field
+        # `function`. The message therefore contains them in both places.
         message.setdefault("tool_calls", []).append(call | function)
     return message
 
 
 def stream_written(fmt, written, size, tools=TOOLS):
-    """Return the message of a written text that arrives in pieces of `size` characters."""
+    """Parse a written text that arrives in pieces of `size` characters, and return the message."""
     parser = StreamParser(fmt, tools=tools, prompt=written.prompt)
     text = written.text
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
@@ -127,5 +129,5 @@ def stream_written(fmt, written, size, tools=TOOLS):
 
 
 def calls_of(message):
-    """Return the name and the decoded arguments of each call of a parsed message."""
+    """Return a pair for each call of a parsed message: the name and the decoded arguments."""
     return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]

@@ -12,7 +12,7 @@ SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="u
 
 
 def body_of(chosen):
-    """Return the name of the class that describes the bodies of calls."""
+    """Return the name of the class with which a chosen format describes the bodies of calls."""
     return type(chosen.format.layout.tools.calls[0].body).__name__
 
 

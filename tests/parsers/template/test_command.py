@@ -12,7 +12,7 @@ from parsers.template.support import TEMPLATES
 
 
 def run(*words):
-    """Run the command with arguments, and return its exit status."""
+    """Run the command with the arguments `words`, and return its exit status."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     options = parser.parse_args([str(word) for word in words])
@@ -43,10 +43,10 @@ def test_the_option_json_prints_the_report_as_json(capsys):
 
 
 class Page(HTMLParser):
-    """Reads an HTML page.
+    """A parser that collects information about an HTML page.
 
     Attributes:
-        open_tags: the elements that are not closed.
+        open_tags: the names of the elements that are opened and not closed yet.
         loaded_files: the files that the page loads.
         text: the visible text.
     """

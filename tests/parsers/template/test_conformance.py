@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 # The same text is content in one rendering and reasoning in another, so no parser can be right.
 CONTRADICTORY = {"openai-gpt-oss-120b.jinja::content_then_tool"}
-# The smallest allowed share of cases that a parser can parse correctly.
+# The tests require that at least this share of the cases is parsed correctly.
 FLOOR = 0.98
 
 
@@ -33,26 +33,26 @@ def timed_analyses(templates):
 
 
 def timed_analysis(text):
-    """Return the analysis of a template, and its processor time in seconds."""
+    """Analyse a template. Return the analysis and the processor time that it took, in seconds."""
     start = time.thread_time()
     analysis = analyze_template(text)
     return analysis, time.thread_time() - start
 
 
 def scored_cases():
-    """Return the cases whose text has only one meaning."""
+    """Return the conformance cases whose text can be parsed in only one way."""
     with (CASES / "roundtrip.jsonl").open(encoding="utf-8") as lines:
         return [case for line in lines if not (case := json.loads(line)).get("ambiguous")]
 
 
 def parsed_message(case, fmt, size):
-    """Return the message of a case whose text arrives in pieces of `size` characters."""
+    """Parse the text of a case in pieces of `size` characters, and return the message."""
     written = Written(case["prompt"], case["output"])
     return stream_written(fmt, written, size, tools=case["tools"])
 
 
 def is_same(expected, message):
-    """Return whether a message equals the expected message, apart from surrounding white space."""
+    """Return whether a message equals the expected message. Ignore white space around texts."""
 
     def text(value):
         return (value or "").strip()

@@ -96,7 +96,10 @@ def assert_parsed(message, parts):
 
 
 def messages_of(supports):
-    """Return the parts of the messages that a template can render: content, reasoning, calls."""
+    """Return messages that a template can render.
+
+    A message is a dict of its parts: "content", "reasoning" and "calls".
+    """
     calls = CALLS if supports.parallel_calls else CALLS[:1]
     messages = [{"content": "It is 5 > 3.\n\n- yes"}]
     if supports.calls != "none":
@@ -169,7 +172,8 @@ def test_an_inferred_format_has_a_constraint_or_an_error_with_the_reason(name):
 
 
 def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
-    # The template writes each argument as <key>line</key><value>3</value>.
+    # The template writes a number as <key>line</key><value>3</value>, and a string with quotes as
+    # <key>name</key><value>"Nord"</value>.
     template = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
@@ -202,7 +206,7 @@ def test_markers_may_consist_of_characters_that_are_not_ascii(marker, around_cal
         "{% if add_generation_prompt %}{{ '(assistant)' }}{% endif %}"
     ).replace("CALL", around_call % "{{ c.function | tojson }}")
     text = f"Hi.{around_call}(/assistant)" % '{"name": "f", "arguments": {}}'
-    # Replace markers in round brackets, such as (call) by «call».
+    # Replace the markers in round brackets by markers of the tested form: (call) becomes «call».
     for word in ("ROLE", "/ROLE", "assistant", "/assistant", "call", "/call"):
         template = template.replace(f"({word})", marker % word)
         text = text.replace(f"({word})", marker % word)
@@ -258,7 +262,7 @@ def test_each_argument_may_be_on_a_line(kind, written, value, size):
 
 @pytest.mark.parametrize("separator", ["\\n", "; "])
 def test_a_separator_between_arguments_is_no_part_of_the_last_argument(separator):
-    # The template writes a call as <call>get_Station name=Nord; line=4</call>.
+    # Example of a call that the template writes: <call>get_Station name=Nord; line=4</call>.
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
         "{% for c in m.tool_calls %}<call>{{ c.function.name + ' ' }}"
@@ -333,7 +337,8 @@ def test_recognised_templates_are_reported_as_recognised():
 
 
 def test_a_recognised_format_that_parses_the_renderings_wrongly_is_inferred_instead():
-    # The template has channels as in the format gpt_oss, but other names of channels and calls.
+    # The template has channels like the format gpt_oss, but its channels have other names, and its
+    # calls have another form.
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
         "{% if m.reasoning %}{{ '<|channel|>analysis<|message|>' + m.reasoning + '<|end|>' }}"
@@ -355,7 +360,7 @@ def test_a_recognised_format_that_parses_the_renderings_wrongly_is_inferred_inst
 
 
 def test_markers_are_reasoning_if_the_template_removes_the_text_between_them():
-    # From earlier answers, the template removes the text from <|note> to <note|>.
+    # The template removes the text between <|note> and <note|> from earlier answers.
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
         "{% for part in m.content.split('<note|>') %}{{ part.split('<|note>')[0] }}{% endfor %}"
@@ -371,7 +376,8 @@ def test_markers_are_reasoning_if_the_template_removes_the_text_between_them():
 
 
 def test_a_marker_in_the_prompt_opens_reasoning_if_the_template_removes_the_text_after_it():
-    # From earlier answers, the template removes the text up to </ponder>.
+    # The template removes the text up to </ponder> from earlier answers. Its generation prompt ends
+    # with <ponder>.
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
         "{{ m.content.split('</ponder>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>"
@@ -401,7 +407,7 @@ def test_the_output_starts_with_reasoning_if_each_answer_only_closes_it(marker):
 
 
 def test_unquoted_keys_after_white_space_are_inferred():
-    # The template writes a call as <call>save({ text: "a", n: 1 })</call>.
+    # Example of a call that the template writes: <call>save({ text: "a", n: 1 })</call>.
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
         "{% for c in m.tool_calls %}<call>{{ c.function.name }}({ "
@@ -416,7 +422,8 @@ def test_unquoted_keys_after_white_space_are_inferred():
 
 
 def test_a_system_message_that_depends_on_the_generation_prompt_is_no_part_of_the_header():
-    # With a generation prompt, the template adds a system message if there is none.
+    # The template adds a system message to a chat without one, but only if it also adds the
+    # generation prompt.
     template = (
         "{% if add_generation_prompt and messages[0].role != 'system' %}"
         "{{ '<|system|>Be helpful.<|end|>' }}{% endif %}"
@@ -462,7 +469,8 @@ def test_a_template_without_calls_gives_a_format_without_calls():
 
 
 def test_calls_that_are_parsed_wrongly_are_reported_as_undecided():
-    # The template writes calls between markers without words, and nothing else.
+    # The template renders only the calls of a message, not its role or its content. A call looks
+    # like <|a|><|b|>f<|c|>{}<|d|>.
     template = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set f = c.function %}"

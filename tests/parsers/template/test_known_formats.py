@@ -27,7 +27,7 @@ def template_without_calls(tools=("Tools: ", ""), result=("", "")):
 
 
 def names_of_calls(fmt, text):
-    """Return the names of the calls in a text."""
+    """Parse a text, and return the names of the tools that it calls."""
     message = parse(text, format=fmt, tools=TOOLS)
     return [call.name for call in message.tool_calls]
 

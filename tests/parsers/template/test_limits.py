@@ -53,9 +53,9 @@ def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
 
 @contextlib.contextmanager
 def traced_memory():
-    """Measure the Python memory inside the context.
+    """Measure the largest size of Python's memory inside the context.
 
-    The context returns an object whose attribute `num_bytes` is the largest memory after the end.
+    Yield an object. At the end of the context, its attribute `num_bytes` is set to this size.
     """
     peak = SimpleNamespace(num_bytes=None)
     tracemalloc.start()

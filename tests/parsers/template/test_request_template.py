@@ -16,7 +16,7 @@ ENDLESS = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% en
 
 
 def continued(source, content, **message):
-    """Return the rendered conversation in which the model continues a message with `content`."""
+    """Render a conversation whose last message is continued. `content` is its text so far."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "a", "content": content, **message}]
     return RequestTemplate(source).render({"messages": messages}, continue_final_message=True)
 

@@ -76,7 +76,7 @@ def test_a_prompt_that_opens_thinking_is_understood():
 
 
 def spec(**fields):
-    """Return a response template with the given fields."""
+    """Return a response template that has the given fields and a start anchor."""
     return {"start_anchor": "<A>", "fields": fields}
 
 

@@ -17,8 +17,9 @@ ARGUMENTS = "{% for k, v in c.function.arguments.items() %}ARGUMENT{% endfor %}"
 def template(before_content="", call="", argument=""):
     """Return a chat template.
 
-    In `call`, ARGUMENTS writes each argument as in `argument`, and ARGS writes the arguments as
-    JSON. Example: `template(call="<call>{{ c.function.name }} {{ ARGS }}</call>")`.
+    `call` is the template of a call. In `call`, `{{ ARGS }}` stands for the arguments as JSON, and
+    ARGUMENTS stands for all arguments, each rendered with the template `argument`.
+    Example: `template(call="<call>{{ c.function.name }} {{ ARGS }}</call>")`.
     """
     text = MESSAGES.replace("PLACE", before_content).replace("CALL", call)
     text = text.replace("ARGS", "c.function.arguments | tojson")

@@ -363,7 +363,7 @@ def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
 def test_a_restarted_engine_gets_the_replaced_weights_before_the_first_request(start, monkeypatch):
     model = start(ENDLESS)
     adapters(model, reload_weights="/new")
-    # The kinds of the messages to each engine process, in order, by process id.
+    # For each process id of an engine, the kinds of the messages that the process got, in order.
     kinds_by_process = defaultdict(list)
     send, finish_restart = ChildProcess.send_packed, SupervisedProcess.finish_restart
 
@@ -372,7 +372,7 @@ def test_a_restarted_engine_gets_the_replaced_weights_before_the_first_request(s
         send(child, data)
 
     def finish_restart_and_request(process):
-        """Send a request as soon as the restarted engine runs, before any other message."""
+        """Finish the restart, and send a request before the model can send any other message."""
         finish_restart(process)
         monkeypatch.setattr(ChildProcess, "send_packed", send_and_record_kind)
         model.execute([Sender()])

@@ -16,8 +16,8 @@ from nereid_backend.serving.process.process_handle import ChildProcess, EngineDi
 # The fork server of these tests imports only this module. The real modules would take seconds.
 SMALL_MODULE = "nereid_backend.serving.process.process_entry"
 
-# A test that expects an error passes this number of messages to `receive`. The process sends fewer
-# messages, so `receive` cannot return before the error.
+# Tests that expect an error let `receive` wait for this number of messages. The process sends fewer
+# messages, so `receive` can end only with the error.
 FOREVER = 10**9
 
 

@@ -1,4 +1,4 @@
-"""Tests of the code that every child process runs, with a child process of its own."""
+"""Tests of the code with which every child process starts. Each test starts a child process."""
 
 import os
 import socket
@@ -14,7 +14,10 @@ MODULE = "backend.serving.process.scripted_child"
 
 @pytest.fixture
 def child():
-    """A scripted child process that waits for its settings, and the parent's end of the socket."""
+    """A scripted child process and the parent's end of the socket between them.
+
+    The child process waits for its settings.
+    """
     own_end, child_end = socket.socketpair()
     descriptor = child_end.fileno()
     process = subprocess.Popen(
@@ -46,7 +49,7 @@ def test_settings_may_arrive_in_parts(child):
     settings = pack({"flag": "/no-such-file" + "x" * 100})
     channel = Channel(connection)
     connection.sendall(settings[:20])
-    # The child process has read the first part if the socket contains nothing unread.
+    # Wait until the child process has read the first part of the settings.
     while unread_bytes(connection):
         pass
     connection.sendall(settings[20:])
@@ -56,7 +59,7 @@ def test_settings_may_arrive_in_parts(child):
 
 
 def unread_bytes(connection):
-    """Return the number of sent bytes that the other end of the socket has not read yet."""
+    """Return the number of bytes that were sent and that the other end has not read yet."""
     import fcntl
     import struct
     import termios

@@ -44,8 +44,8 @@ def scripted_children():
     return [child for child in children if any("scripted_child" in arg for arg in child.cmdline())]
 
 
-# A test that expects an error passes this number of messages to `receive`. The process sends fewer
-# messages, so `receive` cannot return before the error.
+# Tests that expect an error let `receive` wait for this number of messages. The process sends fewer
+# messages, so `receive` can end only with the error.
 FOREVER = 10**9
 
 

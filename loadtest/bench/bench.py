@@ -149,7 +149,7 @@ def comparison_table(
     The error messages of engines that failed are below the table.
     """
     rows = []
-    # A token needs one multiplication and one addition for each parameter.
+    # The computation of a token needs one multiplication and one addition for each parameter.
     prefill_limit = limits.matmul_flops / (2 * num_parameters)
     for length in args.prefill:
         rows.append(speed_row(f"prefill {length}", reports, "prefill", length, prefill_limit))

@@ -326,7 +326,7 @@ def check(case: Case, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def milliseconds(work: Callable[[], object], device: torch.device, repeat: int = 20) -> float:
-    """Return the median milliseconds of a call on the device, without the time of launching it.
+    """Return the median time of a call on the device in milliseconds, without the launch time.
 
     On a GPU, the call is captured once as a CUDA graph and replayed, because launching a kernel
     from Python takes 80 to 100 microseconds, longer than a small kernel runs. An idle GPU lowers

@@ -77,7 +77,7 @@ def greedy_tokens(
 
 
 def equal_tokens(expected: Answers, answers: Answers) -> tuple[int, int]:
-    """Return at how many positions the tokens are equal, and the number of all positions."""
+    """Return the number of positions with equal tokens, and the number of all positions."""
     are_equal = [
         expected_token == token
         for expected_answer, answer in zip(expected, answers, strict=True)

@@ -33,7 +33,11 @@ def run_storm(load):
 
 
 def check(storm):
-    """Check the results of a storm: no fault, and completed and cancelled requests everywhere."""
+    """Check the results of a storm.
+
+    The storm must have found no fault. At each endpoint, some requests must be completed and some
+    must be cancelled.
+    """
     assert storm.broken == []
     assert sum(storm.counts.values()) == NUM_REQUESTS
     outcomes = collections.defaultdict(set)

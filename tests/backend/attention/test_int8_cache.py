@@ -71,7 +71,8 @@ def test_attention_is_near_that_over_unrounded_keys_and_values(cache_class, spec
     exact = attention_of(KVCache, spec, torch.float32)
     rounded = attention_of(cache_class, spec, dtype).float()
     assert rounded.shape == exact.shape
-    # A floating-point number of 8 bits has fewer significant bits than an integer.
+    # An 8-bit floating-point number has fewer significant bits than an 8-bit integer, so its
+    # tolerance is larger.
     tolerance = 4 if cache_class is Float8KVCache else 1
     error = rounded - exact
     assert error.abs().max() < 0.06 * tolerance

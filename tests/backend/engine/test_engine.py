@@ -45,7 +45,7 @@ def tokens_of(updates, index=0):
 
 
 def set_nan_embedding(engine, token_id):
-    """Change the embedding of a token so that a request with this token gets logits of NaN."""
+    """Set the embedding of a token to NaN, so that requests with this token have NaN logits."""
     model = engine._parts.runner._path._model
     with torch.no_grad():
         model.get_input_embeddings().weight[token_id] = float("nan")

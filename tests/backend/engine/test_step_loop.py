@@ -254,7 +254,7 @@ def make_requests(rng, count):
 
 
 def record_deferred_rows(monkeypatch):
-    """Return a list. The sampler appends each row whose token it samples again."""
+    """Return a list to which the sampler appends each row whose token it samples again."""
     sample_again, deferred_rows = sampler.Sampler.sample_again, []
 
     def record_and_sample_again(self, part, rows):

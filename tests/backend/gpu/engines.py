@@ -11,7 +11,7 @@ from nereid_backend.paths.model_call import Sizes
 
 
 def with_one_key_head(name, **settings):
-    """Return a variant of a tiny family with two query heads and one key head.
+    """Return a tiny family whose config is changed to two query heads and one key head.
 
     The time of the kernels in the interpreter is proportional to the number of key heads.
     `settings` replace further values of the family's config.

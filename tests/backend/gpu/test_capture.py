@@ -138,7 +138,7 @@ def test_a_graph_without_enough_memory_releases_its_pool_itself(cuda):
 
 
 def segment(pool, size, device=0):
-    """Return a memory segment that the allocator has cached and no tensor uses.
+    """Describe a memory segment that the allocator has cached and that no tensor uses.
 
     `pool` is the id of the segment's pool. The pool (0, 0) is for the tensors of steps.
     """

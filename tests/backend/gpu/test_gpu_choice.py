@@ -118,7 +118,7 @@ def test_a_table_that_was_written_is_read_again(tmp_path):
     decode = Tuning(rows=16, tile=128, num_warps=8, num_stages=5)
     small_prefill = Tuning(rows=128, tile=128, num_warps=8, num_stages=3)
     large_prefill = Tuning(rows=64, tile=32, num_warps=4, num_stages=2)
-    # An entry is valid for heads up to its first size, and for numbers of its second size in bytes.
+    # Example: Entry(128, 2, ...) is valid for heads of up to 128 numbers that have 2 bytes each.
     table = {
         "decode": [Entry(128, 2, decode)],
         "prefill": [Entry(256, 2, large_prefill), Entry(64, 2, small_prefill)],

@@ -224,7 +224,7 @@ def test_a_kernel_that_fails_to_run_is_a_reason_not_an_error(device, monkeypatch
 
 
 def positions_of(*all_params):
-    """Return one position to sample for each of the sampling parameters."""
+    """Return a position of a new sequence for each of the given `SamplingParams`."""
     positions = []
     for number, params in enumerate(all_params):
         sequence = Sequence(str(number), [1, 2, 3], params, max_total_tokens=99)

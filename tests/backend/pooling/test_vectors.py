@@ -393,7 +393,10 @@ def test_the_length_limit_in_the_checkpoints_files_may_have_several_forms(
 
 @pytest.fixture
 def lexical_folder(encoder_of, tmp_path):
-    """The folder of a checkpoint with the files of BGE-M3, and the two layers in these files."""
+    """The folder of a checkpoint with the files of BGE-M3, and the two layers in these files.
+
+    The layers compute the sparse vectors and the multi-vectors.
+    """
     folder = copy_of(encoder_of("xlm-roberta"), tmp_path)
     add_modules(folder, pooling("cls"), NORMALIZE)
     torch.manual_seed(2)

@@ -82,9 +82,10 @@ class CpuThreads:
 
         The thread that computes the steps calls this method before each step. Most calls return
         immediately, because other processes are measured for a second before the number of threads
-        changes. If their CPU time is unknown, the number does not change. The CPU time during
-        pauses does not count (see `pause`). After a pause of more than a second, the largest number
-        of threads is used until other processes have been measured for a second.
+        changes. If the CPU time of other processes is unknown, the number of threads does not
+        change. The CPU time during pauses does not count (see `pause`). After a pause of more than
+        a second, the largest number of threads is used until other processes have been measured for
+        a second.
         """
         meter = self._meter
         if not meter.is_running:

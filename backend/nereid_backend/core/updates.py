@@ -89,7 +89,7 @@ def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
     These fields are the number of cached tokens and, for sequence 0 of a request, the requested
     log-probabilities of the prompt. The caller calls this function only for the first update.
 
-    Mutates: `update`, and `sequence.prompt_logprobs`, whose memory is freed after the report.
+    Mutates: `update`, and `sequence.prompt_logprobs`, which becomes an empty list.
     """
     # The number is None if the sequence ended while it was still waiting.
     update.num_cached_tokens = sequence.num_cached_tokens or 0

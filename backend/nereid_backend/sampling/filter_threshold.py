@@ -92,10 +92,13 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
 def _is_total_known(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
     """For each row, return whether the total probability of the kept tokens is known.
 
-    The kept tokens are the tokens that min_p and top_k keep. Their total is known in two cases: if
-    min_p and top_k are off, the total is 1; if min_p and top_k remove all tokens outside `probs`,
-    the total is a sum of numbers in `probs`. Example: `probs` contains 64 tokens, min_p is off and
-    top_k is 100. The total is not known, because `probs` contains only 64 of the 100 kept tokens.
+    The kept tokens are the tokens that min_p and top_k keep. Their total probability is known in
+    two cases:
+    - Both filters are off, so the total is 1.
+    - The filters remove all tokens outside `probs`, so the total is a sum of numbers in `probs`.
+
+    Example: `probs` contains 64 tokens, min_p is off and top_k is 100. The total is not known,
+    because `probs` contains only 64 of the 100 kept tokens.
 
     Args:
         probs: [n, width], the largest probabilities of each row in descending order.

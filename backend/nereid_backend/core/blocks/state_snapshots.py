@@ -201,10 +201,11 @@ class StateSnapshots:
     def add(self, sequence: Sequence) -> None:
         """Let new requests use the recurrent state that the last step saved for a sequence.
 
-        The saved copy (a snapshot) is stored under the hash of the last block before it. If
-        another sequence has already stored a snapshot under this hash, the new snapshot is deleted.
-        A snapshot of the prompt is also marked for writing to disk. If the sequence has already
-        saved a snapshot of its answer, the previous snapshot is deleted.
+        The saved copy of the state is a snapshot. The snapshot is stored under the hash of the last
+        block whose tokens the state covers. If another sequence has already stored a snapshot under
+        this hash, the new snapshot is deleted. A snapshot of the prompt is also marked for writing
+        to disk. If the sequence has already saved a snapshot of its answer, the previous snapshot
+        is deleted.
 
         Mutates: `sequence.unsaved_snapshot_id` and `sequence.num_snapshot_tokens`.
         """

@@ -100,8 +100,9 @@ def _in_order_of_calls(
 ) -> list[dict[str, Any]]:
     """Return the results of tool calls in the order of `calls`.
 
-    The results are returned unchanged if an id is missing, unknown or occurs twice, or if a result
-    has images, because the images of a request are stored in the order of its messages.
+    The results are returned unchanged if the id of a call is missing, unknown or occurs twice. They
+    are also returned unchanged if a result has images, because the images of a request are stored
+    in the order of its messages.
     """
     call_ids = [call.get("id") for call in calls]
     result_ids = [result.get("tool_call_id") for result in results]

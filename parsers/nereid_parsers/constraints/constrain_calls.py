@@ -6,11 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 
-from nereid_parsers.constraints.constrain_arguments import (
-    nested_arguments,
-    python_call,
-    tagged_arguments,
-)
 from nereid_parsers.constraints.constrain_nodes import (
     WHITESPACE,
     Node,
@@ -22,7 +17,9 @@ from nereid_parsers.constraints.constrain_nodes import (
     optional,
     sequence,
 )
+from nereid_parsers.constraints.constrain_python_calls import python_call
 from nereid_parsers.constraints.constrain_request import Request, ToolSchema
+from nereid_parsers.constraints.constrain_tagged_arguments import nested_arguments, tagged_arguments
 from nereid_parsers.constraints.constrain_unquoted_keys import unquoted_key_arguments
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import split_pattern

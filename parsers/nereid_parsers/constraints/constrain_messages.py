@@ -7,7 +7,6 @@ header, and assigns a stage to all messages with this header: reasoning, content
 
 from __future__ import annotations
 
-from nereid_parsers.constraints.constrain_arguments import tagged_arguments
 from nereid_parsers.constraints.constrain_nodes import (
     NOTHING,
     Node,
@@ -21,6 +20,7 @@ from nereid_parsers.constraints.constrain_nodes import (
 )
 from nereid_parsers.constraints.constrain_reasoning import ReasoningState, unclosed_reasoning_error
 from nereid_parsers.constraints.constrain_request import Request, ToolSchema
+from nereid_parsers.constraints.constrain_tagged_arguments import tagged_arguments
 from nereid_parsers.declarations import FormatData, Messages, Route, Stage
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import PatternField, split_pattern

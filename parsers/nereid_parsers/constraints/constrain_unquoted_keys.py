@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nereid_parsers.constraints.constrain_arguments import separated_members
+from nereid_parsers.constraints.constrain_members import separated_members
 from nereid_parsers.constraints.constrain_nodes import (
     NOTHING,
     Node,

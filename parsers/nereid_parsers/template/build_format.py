@@ -7,7 +7,7 @@ from typing import NamedTuple
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Sections, Source, Wrapper
 from nereid_parsers.template.content import stripped_markers
-from nereid_parsers.template.marker_lengths import check_marker_lengths
+from nereid_parsers.template.markup.marker_lengths import check_marker_lengths
 from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
 from nereid_parsers.template.reasoning.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import ToolFindings

@@ -14,9 +14,9 @@ from nereid_parsers.template.conversation import (
     Conversation,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import (
+from nereid_parsers.template.markup.marker_pairs import closing_spellings
+from nereid_parsers.template.markup.markers import (
     MARKER,
-    closing_spellings,
     compound_closing,
     first_two,
     leading_marker,

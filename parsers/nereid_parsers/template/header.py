@@ -15,14 +15,9 @@ from nereid_parsers.template.conversation import (
     Switches,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import (
-    MARKER,
-    closing_spellings,
-    common_prefix,
-    text_after_last,
-    tokens,
-    trailing_marker,
-)
+from nereid_parsers.template.markup.difference import common_prefix, text_after_last, tokens
+from nereid_parsers.template.markup.marker_pairs import closing_spellings
+from nereid_parsers.template.markup.markers import MARKER, trailing_marker
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn, prompt_after_header
 from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.reasoning.thinking_switches import thinking_switches

@@ -21,7 +21,7 @@ from nereid_parsers.format import (
     ToolSection,
 )
 from nereid_parsers.formats.registry import TOOLS
-from nereid_parsers.template.difference import markers
+from nereid_parsers.template.markup.markers import markers
 from nereid_parsers.tool_declarations import Body
 
 # ---- the variants of a model family --------------------------------------------------------------

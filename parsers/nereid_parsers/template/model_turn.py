@@ -26,13 +26,12 @@ from nereid_parsers.template.conversation import (
     InputForm,
     Switches,
 )
-from nereid_parsers.template.difference import (
+from nereid_parsers.template.markup.difference import (
     common_prefix,
     drop_common_suffix,
-    markers,
     text_after_last,
-    trailing_marker,
 )
+from nereid_parsers.template.markup.markers import markers, trailing_marker
 from nereid_parsers.template.probe import Prober
 
 _PROMPT_AFTER_RESULT = Conversation(generation_prompt=True, tools=True, after_tool_result=True)

@@ -26,7 +26,11 @@ from nereid_parsers.template.conversation import (
     forms_of_calls,
     forms_of_content,
 )
-from nereid_parsers.template.difference import Comparison, drop_common_suffix, text_after_last
+from nereid_parsers.template.markup.difference import (
+    Comparison,
+    drop_common_suffix,
+    text_after_last,
+)
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 
 # These characters replace the number and the id of each tool call in a rendering. No text contains

@@ -17,8 +17,8 @@ from nereid_parsers.errors import ConstraintError
 from nereid_parsers.format import Format
 from nereid_parsers.stream.parser import StreamParser
 from nereid_parsers.template.conversation import TOOLS
-from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.format_lines import part_lines
+from nereid_parsers.template.markup.difference import Comparison
 from nereid_parsers.template.verify_format import Proof
 
 CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference

@@ -27,13 +27,9 @@ from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
 from nereid_parsers.template.calls import READERS
 from nereid_parsers.template.calls.call_changes import record_changed_calls
+from nereid_parsers.template.calls.call_numbers import mask_call_numbers
 from nereid_parsers.template.calls.call_renderer import CallRenderer
-from nereid_parsers.template.calls.call_texts import (
-    CallFormat,
-    CallTexts,
-    mask_call_numbers,
-    split_text_after_calls,
-)
+from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, split_text_after_calls
 from nereid_parsers.template.calls.calls_without_arguments import add_call_without_arguments
 from nereid_parsers.template.content import strip_reasoning_markers
 from nereid_parsers.template.conversation import (
@@ -54,8 +50,9 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import leading_marker, markers, text_between
 from nereid_parsers.template.known_formats import add_family_variants
+from nereid_parsers.template.markup.difference import text_between
+from nereid_parsers.template.markup.markers import leading_marker, markers
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
 from nereid_parsers.template.unrendered_calls import guess_tool_section

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from nereid_parsers.format import ToolSection
 from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.conversation import FIRST_TOOL, ONE_CALL, Conversation
-from nereid_parsers.template.difference import markers
 from nereid_parsers.template.known_formats import markers_of_phrases, recognise_tool_section
+from nereid_parsers.template.markup.markers import markers
 from nereid_parsers.template.probe import Prober
 
 # The markers of tool lists and tool results contain these words. Replacing such a word with "call"

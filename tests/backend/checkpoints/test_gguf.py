@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend import Embedder, ModelError, UnsupportedModelError
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
-from nereid_backend.checkpoints.gguf import gguf_folder
+from nereid_backend.checkpoints.gguf import gguf_folder, gguf_tokenizer
 from nereid_backend.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from nereid_backend.checkpoints.gguf.gguf_config import gguf_config
 from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
@@ -220,7 +220,7 @@ def test_a_sentencepiece_tokenizer_adds_a_space_only_if_the_file_says_so(
     if adds_space is not None:
         metadata["tokenizer.ggml.add_space_prefix"] = adds_space
 
-    gguf_folder._write_tokenizer(GgufFile(Path("x.gguf"), metadata, {}), tmp_path)
+    gguf_tokenizer.write_tokenizer(GgufFile(Path("x.gguf"), metadata, {}), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
 
     ids = tokenizer.encode("ab a")
@@ -267,7 +267,7 @@ def load_byte_level_tokenizer(folder, tokens, kinds, pre_tokenizer, **special_to
     }
     metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     file = GgufFile(Path("x.gguf"), {"general.architecture": "qwen2"} | metadata, {})
-    gguf_folder._write_tokenizer(file, folder)
+    gguf_tokenizer.write_tokenizer(file, folder)
     ids = {token: token_id for token_id, token in enumerate(vocabulary)}
     return AutoTokenizer.from_pretrained(folder), ids
 

@@ -1,15 +1,9 @@
 """Tests that comparisons of texts never cut a marker in two."""
 
 import pytest
-from nereid_parsers.template.difference import (
-    Comparison,
-    closing_spellings,
-    common_prefix,
-    common_suffix,
-    compound_closing,
-    markers,
-    opening_spellings,
-)
+from nereid_parsers.template.markup.difference import Comparison, common_prefix, common_suffix
+from nereid_parsers.template.markup.marker_pairs import closing_spellings, opening_spellings
+from nereid_parsers.template.markup.markers import compound_closing, markers
 
 
 def test_a_common_prefix_cuts_no_marker():

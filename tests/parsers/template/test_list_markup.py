@@ -1,6 +1,6 @@
 """Tests that the markup of a list is inferred from the texts around two items."""
 
-from nereid_parsers.template.list_markup import list_markup
+from nereid_parsers.template.markup.list_markup import list_markup
 
 
 def test_list_markup_separates_section_call_and_separator():

@@ -15,7 +15,7 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import Difference, difference
+from nereid_parsers.template.markup.difference import Difference, difference
 from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
 
 # Tool calls in which one detail differs from the call in `ONE_CALL`. Each entry contains the label

@@ -13,7 +13,7 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.pattern_syntax import escape_braces
 from nereid_parsers.template.conversation import FIRST_TOOL
-from nereid_parsers.template.difference import MARKER
+from nereid_parsers.template.markup.markers import MARKER
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
 # These types describe arguments that follow the name of the function, as in `f{"a": 1}`.

@@ -20,7 +20,7 @@ from nereid_parsers.template.calls.call_heads import (
 from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts
 from nereid_parsers.template.calls.json_keys import find_path, infer_keys
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
-from nereid_parsers.template.list_markup import ListMarkup, markup_of_calls
+from nereid_parsers.template.markup.list_markup import ListMarkup, markup_of_calls
 
 # Only the last 100 brackets before the name of a function are tried as the start of the JSON,
 # because each attempt may read the whole text.

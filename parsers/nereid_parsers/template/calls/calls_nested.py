@@ -20,8 +20,8 @@ from nereid_parsers.template.conversation import (
     SECOND_KEY,
     SECOND_TOOL,
 )
-from nereid_parsers.template.difference import text_between
-from nereid_parsers.template.list_markup import ListMarkup
+from nereid_parsers.template.markup.difference import text_between
+from nereid_parsers.template.markup.list_markup import ListMarkup
 
 # The XML tags of two arguments. The name of a tag is the key of the argument, such as `city` in
 # `<city>Paris</city>`.

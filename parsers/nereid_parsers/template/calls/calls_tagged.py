@@ -27,8 +27,8 @@ from nereid_parsers.template.conversation import (
     SECOND_VALUE,
     SPECIAL_VALUE,
 )
-from nereid_parsers.template.difference import common_suffix, difference
-from nereid_parsers.template.list_markup import ListMarkup, list_markup
+from nereid_parsers.template.markup.difference import common_suffix, difference
+from nereid_parsers.template.markup.list_markup import ListMarkup, list_markup
 
 # Matches a word, or a single character outside the words, such as `=`.
 _WORD_OR_CHARACTER = re.compile(r"[^\W_]+|[\W_]")

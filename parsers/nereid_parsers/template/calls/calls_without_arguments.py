@@ -14,8 +14,8 @@ from nereid_parsers.stream.parser import parse
 from nereid_parsers.template.calls.call_heads import ArgumentsBody, calls_with_head
 from nereid_parsers.template.calls.call_texts import CallFormat
 from nereid_parsers.template.conversation import FIRST_TOOL
-from nereid_parsers.template.difference import MARKER
-from nereid_parsers.template.marker_lengths import check_marker_lengths
+from nereid_parsers.template.markup.marker_lengths import check_marker_lengths
+from nereid_parsers.template.markup.markers import MARKER
 
 
 class _TextAfterName(NamedTuple):

@@ -32,11 +32,8 @@ from nereid_parsers.template.conversation import (
     Conversation,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import (
-    closing_spellings,
-    opening_spellings,
-    text_between,
-)
+from nereid_parsers.template.markup.difference import text_between
+from nereid_parsers.template.markup.marker_pairs import closing_spellings, opening_spellings
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.reasoning.reasoning_in_prompts import (

@@ -9,12 +9,9 @@ prompt (comparison R3).
 from __future__ import annotations
 
 from nereid_parsers.format import Reasoning
-from nereid_parsers.template.difference import (
-    closing_spellings,
-    difference,
-    first_two,
-    markers,
-)
+from nereid_parsers.template.markup.difference import difference
+from nereid_parsers.template.markup.marker_pairs import closing_spellings
+from nereid_parsers.template.markup.markers import first_two, markers
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 from nereid_parsers.template.probe import UNCHANGED, Prober
 from nereid_parsers.template.reasoning.reasoning_markers import (

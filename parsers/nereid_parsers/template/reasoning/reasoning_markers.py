@@ -12,12 +12,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from nereid_parsers.format import Reasoning, Wrapper
-from nereid_parsers.template.difference import (
+from nereid_parsers.template.markup.marker_pairs import closing_spellings, opening_spellings
+from nereid_parsers.template.markup.markers import (
     MARKER,
-    closing_spellings,
     compound_closing,
     markers,
-    opening_spellings,
     trailing_marker,
 )
 

@@ -19,7 +19,7 @@ from typing import Any
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
 from nereid_parsers.template.conversation import REASONING_FIELDS
-from nereid_parsers.template.marker_lengths import check_marker_lengths
+from nereid_parsers.template.markup.marker_lengths import check_marker_lengths
 from nereid_parsers.template.response.regex_parts import marker_spellings
 from nereid_parsers.template.response.response_calls import tool_section
 from nereid_parsers.template.sandbox.limits import LimitError

@@ -1,54 +1,38 @@
-"""Builds the grammar nodes for arguments that are not written as one JSON object."""
+"""Build the grammar nodes for arguments between tags, such as `<p=city>Paris</p>`."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from nereid_parsers.constraints.constrain_nodes import (
-    NOTHING,
     WHITESPACE,
     Node,
     any_text,
     const,
-    joined,
     json_schema,
     one_of,
     optional,
-    separated_tags,
     sequence,
     tag,
 )
-from nereid_parsers.constraints.constrain_request import ObjectSchema, ToolSchema
+from nereid_parsers.constraints.constrain_request import ToolSchema
 from nereid_parsers.constraints.constrain_values import ENFORCED_IN_TEXT, Argument, choices_of
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.stream.values.json_text import json_type_of
-from nereid_parsers.tool_declarations import (
-    NestedTags,
-    PythonCalls,
-    TaggedArguments,
-)
+from nereid_parsers.tool_declarations import NestedTags, TaggedArguments
 
+_SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # Some models write arguments as XML elements, such as `<city>Paris</city>`. xgrammar supports this
 # form only with this prefix before each tag: `]<]minimax[>[<city>Paris]<]minimax[>[</city>`.
 _NESTED_PREFIX = "]<]minimax[>["
 # A `json_schema` node with this `style` matches nested tags instead of JSON text.
 _NESTED_TAGS_STYLE = "minimax_m3_xml"
-_STRING_ONLY = frozenset({"string"})
-_BOOLEAN_ONLY = frozenset({"boolean"})
-_SCALARS = frozenset({"integer", "number", "boolean", "null"})
-# Schema keywords that restrict the text of a string.
-_STRING_RESTRICTIONS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
-_SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# If all arguments of a tool are optional, a grammar that enforces their order grows with the square
-# of the number of arguments. If a tool has more than `_MAX_ORDERED_MEMBERS` such arguments, the
-# grammar allows any order.
-_MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
@@ -74,9 +58,6 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
                 f"text of the field {{{part.field}}}. Constrained output needs this text."
             )
     return sequence(*nodes)
-
-
-# ---- tagged values -------------------------------------------------------------------------------
 
 
 def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
@@ -330,9 +311,6 @@ def _json_or_python_word(
     return one_of(json_text, *(const(word) for word in (*boolean_words, *null_words)))
 
 
-# ---- nested elements and Python calls ------------------------------------------------------------
-
-
 def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
     """Return the grammar node for arguments that are nested elements, such as `<city>Paris</city>`.
 
@@ -349,95 +327,3 @@ def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
         )
     # The `style` makes xgrammar match nested tags instead of JSON text.
     return {**json_schema(tool.parameters), "style": _NESTED_TAGS_STYLE}
-
-
-def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
-    """Return the node for one tool call in Python syntax, such as `f(city="Paris", days=3)`."""
-
-    def argument(key: str) -> Node:
-        """Return the node for `key=value`."""
-        return sequence(const(f"{key}="), _python_value(tool.arguments.schema_of(key)))
-
-    arguments = separated_members(tool.arguments, argument, ", ")
-    return sequence(const(f"{tool.name}{declaration.suffix}("), arguments, const(")"))
-
-
-def _python_value(schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for a Python literal, such as `True` in the call `f(a=True)`.
-
-    Examples of matching texts: `True` or `true` for a boolean, `None` or `null` for null, and
-    `"Paris"` or `'Paris'` for a string. Every other value is JSON text, because only a JSON schema
-    can describe lists, objects and unions. The parser accepts the words of both languages, and some
-    models are trained to write the JSON words.
-    """
-    types = json_types_of(schema, root=schema)
-    if types == _BOOLEAN_ONLY:
-        return one_of(const("True"), const("False"), json_schema(schema))
-    # The keyword `enum` may list no null although the keyword `type` allows null.
-    if types is not None and "null" in types and _allows_null(schema):
-        return one_of(const("None"), json_schema(schema))
-    # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.
-    is_restricted = any(keyword in schema for keyword in _STRING_RESTRICTIONS)
-    if types == _STRING_ONLY and not is_restricted:
-        return one_of(json_schema(schema), {"type": "regex", "pattern": _SINGLE_QUOTED})
-    return json_schema(schema)
-
-
-def _allows_null(schema: Mapping[str, Any]) -> bool:
-    """Return whether null is one of the values that a schema lists, or the schema lists no values.
-
-    Examples: the result is True for `{"enum": [1, None]}`, and False for `{"enum": [1]}`.
-    """
-    choices = choices_of(schema)
-    return not choices or None in choices
-
-
-def separated_members(
-    schema: ObjectSchema, member_node: Callable[[str], Node], separator: str
-) -> Node:
-    """Return the grammar node for the members of an object, separated by `separator`.
-
-    The required members come first. The model may omit optional members. Examples with the
-    separator `,`, for the required member a and the optional members b and c:
-
-        members     matching texts
-        a, b, c     `a`, `a,b`, `a,c`, `a,b,c`
-        b, c        the empty text, `b`, `c`, `b,c`
-
-    Args:
-        schema: The schema of the object, for example of the object of a tool's arguments.
-        member_node: Returns the node for the member with the given key.
-        separator: The text between two members.
-    """
-    required = [member_node(key) for key in schema.required_keys]
-    optionals = [member_node(key) for key in schema.optional_keys]
-    if not required:
-        return _list_of_optional(optionals, separator)
-    all_required = joined(required, separator)
-    return sequence(all_required, *_optional_followers(optionals, separator))
-
-
-def _list_of_optional(members: list[Node], separator: str) -> Node:
-    """Return the grammar node for a list in which each of `members` is optional.
-
-    Example: if the members match `a`, `b` and `c`, and the separator is `,`, the grammar is
-    `(a(,b)?(,c)? | b(,c)? | c)?`. It matches the empty text, `a`, `a,c` and `b,c`, for example. If
-    there are more than `_MAX_ORDERED_MEMBERS` members, the node also matches other orders, such as
-    `b,a`, because a node that enforces the order would be too large.
-    """
-    if not members:
-        return NOTHING
-    if len(members) > _MAX_ORDERED_MEMBERS:
-        return optional(separated_tags(members, separator))
-    # Any member can be the first member of the list, because the members before it can be omitted.
-    # The grammar therefore has one alternative for each possible first member.
-    alternatives = [
-        sequence(first, *_optional_followers(members[index + 1 :], separator))
-        for index, first in enumerate(members)
-    ]
-    return optional(one_of(*alternatives))
-
-
-def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """For each member, return an optional node that matches `separator` and then the member."""
-    return [optional(sequence(const(separator), member)) for member in members]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nereid_parsers.template.difference import common_prefix, common_suffix
+from nereid_parsers.template.markup.difference import common_prefix, common_suffix
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""Infer how a template writes tool calls that look like source code, such as `f(a="x")`.
-
-The forms are Python calls, `f(a="x")`, and objects with unquoted keys, `f{a:<q>x<q>}`.
-"""
+"""Infer how a template writes tool calls in Python syntax, such as `f(a="x")`."""
 
 from __future__ import annotations
 
@@ -9,30 +6,17 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from nereid_parsers.format import BareKeyArguments, Call, PythonCalls
-from nereid_parsers.template.calls.call_heads import calls_with_head
+from nereid_parsers.format import Call, PythonCalls
 from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
-    split_at_words,
+    markup_of_two_calls_until,
+    text_around_call,
 )
-from nereid_parsers.template.conversation import (
-    FIRST_KEY,
-    FIRST_TOOL,
-    FIRST_VALUE,
-    SECOND_TOOL,
-    SECOND_VALUE,
-)
-from nereid_parsers.template.list_markup import ListMarkup, markup_of_calls
+from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, FIRST_VALUE
+from nereid_parsers.template.markup.list_markup import ListMarkup
 
 _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`, or ""
-
-
-class _TextAroundCall(NamedTuple):
-    """The texts before and after a tool call, such as `<call>` and `</call>`."""
-
-    before: str
-    after: str
 
 
 class _PythonSection(NamedTuple):
@@ -95,8 +79,8 @@ def _markup_of_python_calls(texts: CallTexts) -> ListMarkup:
     assumed to enclose all tool calls, and the separator is assumed to be ", ".
     """
     if texts.two_calls:
-        return _markup_of_two_calls(texts.two_calls, last_character=")")
-    around = _text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
+        return markup_of_two_calls_until(texts.two_calls, last_character=")")
+    around = text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
     return ListMarkup(open=around.before, separator=", ", close=around.after)
 
 
@@ -153,77 +137,3 @@ def _infer_python_section(markup: ListMarkup, name_suffix: str) -> _PythonSectio
         closing=closing.lstrip().removeprefix("]"),
         forms=[replace(bare_calls, open="[", close="]"), bare_calls],
     )
-
-
-def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
-    """Infer how a template writes tool calls with unquoted keys, as in `f{a:"x"}`.
-
-    Return None if the keys have quotes, or if the strings have no quotes. A marker may replace the
-    quotes of the strings, as in `f{a:<q>x<q>}`.
-    """
-    pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
-    if pieces is None:
-        return None
-    # The pieces of `<call>f{a:<q>x<q>}</call>` are `<call>`, `{`, `:<q>` and `<q>}</call>`.
-    _, before_key, before_value, after_value = pieces
-    quote = _quote_after_colon(before_value)
-    opening = before_key.rstrip()  # White space may follow the brace, as in `f{ a: "x" }`.
-    has_unquoted_key = opening.endswith("{")
-    has_quoted_value = bool(quote) and after_value.startswith(quote)
-    if not has_unquoted_key or not has_quoted_value:
-        return None
-    markup = _markup_of_calls_in_braces(texts)
-    calls = calls_with_head(
-        before_name=markup.item_open,
-        after_name=opening.removesuffix("{"),
-        body=BareKeyArguments(quote),
-        close=markup.item_close,
-    )
-    return CallFormat("bare keys", calls, markup)
-
-
-def _markup_of_calls_in_braces(texts: CallTexts) -> ListMarkup:
-    """Return the texts before, between and after tool calls with braces, such as `f{a:"x"}`.
-
-    A tool call ends with the first "}" after its value. If the template allows only one tool call
-    in a message, the result contains only the texts before and after each tool call.
-    """
-    if texts.two_calls:
-        return _markup_of_two_calls(texts.two_calls, last_character="}")
-    around = _text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character="}")
-    return ListMarkup(item_open=around.before, item_close=around.after)
-
-
-def _quote_after_colon(text: str) -> str:
-    """Return the quote after a colon. Return "" if `text` is not a colon with a quote after it.
-
-    >>> _quote_after_colon(": <q>"), _quote_after_colon(":"), _quote_after_colon('": "')
-    ('<q>', '', '')
-    """
-    before_colon, _, quote = text.partition(":")
-    return "" if before_colon.strip() else quote.strip()
-
-
-def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:
-    """Return the texts before, between and after the two tool calls of a message.
-
-    Example: for `[f(a="x"), g(b="y")]`, in which ")" is the last character of a tool call, `open`
-    is "[", `separator` is ", " and `close` is "]".
-    """
-    first = _text_around_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
-    second = _text_around_call(first.after, SECOND_TOOL, SECOND_VALUE, last_character)
-    return markup_of_calls(before=first.before, between=second.before, after=second.after)
-
-
-def _text_around_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
-    """Return the texts before and after the tool call that contains `name` and then `value`.
-
-    The tool call starts with the name, and ends with the first `last_character` after the value.
-
-    >>> _text_around_call('[f(a="x"), g()]', "f", "x", ")")
-    _TextAroundCall(before='[', after=', g()]')
-    """
-    before, _, after_name = text.partition(name)
-    _, _, after_value = after_name.partition(value)
-    _, _, after = after_value.partition(last_character)
-    return _TextAroundCall(before, after)

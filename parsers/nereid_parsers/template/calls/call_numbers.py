@@ -1,0 +1,130 @@
+"""Find the numbers that some templates write beside tool calls, and replace the numbers.
+
+Some templates number the tool calls: "0 zqFirstTool" and "1 zqSecondTool", or "zqFirstTool index=0"
+and "zqSecondTool index=1". Comparing the two tool calls of one message shows the digits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nereid_parsers.template.calls.call_texts import CallTexts
+from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
+from nereid_parsers.template.probe import COUNTER_MARK
+
+
+class _NumberGaps(NamedTuple):
+    """The distances between a function's name and the number of its tool call.
+
+    Attributes:
+        before_name: How many characters are between a number and the name after it: 1 in `0 f`.
+            None if no number precedes the name.
+        after_name: How many characters are between the name and a number after it: 7 in
+            `f index=0`. None if no number follows the name.
+    """
+
+    before_name: int | None
+    after_name: int | None
+
+
+def mask_call_numbers(texts: CallTexts) -> CallTexts:
+    r"""Replace the number of each tool call, such as `0` in `0 zqFirstTool`, with a placeholder.
+
+    The placeholder is COUNTER_MARK ("\ufdd0"). With the placeholder, two tool calls differ only in
+    their names and arguments:
+
+    >>> two_calls = "0 zqFirstTool, 1 zqSecondTool"
+    >>> texts = CallTexts("0 zqFirstTool", two_arguments="", number="", two_calls=two_calls)
+    >>> mask_call_numbers(texts).one_call
+    '\ufdd0 zqFirstTool'
+
+    Other digits, as in the tag `<h1>`, remain unchanged. Without two tool calls, the numbers are
+    unknown, so the result is `texts`.
+    """
+    if SECOND_TOOL not in texts.two_calls:
+        return texts  # A message can have only one tool call.
+    # The number of a tool call always has the same distance from the function's name.
+    gaps = _find_number_gaps(texts.two_calls)
+    return CallTexts._make(_mask_numbers(text, gaps) for text in texts)
+
+
+def _find_number_gaps(two_calls: str) -> _NumberGaps:
+    """Find the distances between a function's name and the number of its tool call.
+
+    The number of the second tool call is the number of the first tool call plus one. To find the
+    numbers, the texts before the two names are compared, and then the texts after the two names.
+
+    >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
+    _NumberGaps(before_name=1, after_name=None)
+    >>> _find_number_gaps("zqFirstTool:0, zqSecondTool:1")
+    _NumberGaps(before_name=None, after_name=1)
+    """
+    before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
+    before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
+    # The text before each name is reversed, so that an index counts from the name. Example: the
+    # text before the name in `0 f` becomes ` 0`, in which the digit has the index 1.
+    return _NumberGaps(
+        before_name=_index_of_next_digit(before_first_name[::-1], before_second_name[::-1]),
+        after_name=_index_of_next_digit(after_first_name, after_second_name),
+    )
+
+
+def _index_of_next_digit(first: str, second: str) -> int | None:
+    """Return the index at which a digit in `first` becomes the next higher digit in `second`.
+
+    Return None if the first differing characters are not such digits, or if no characters differ.
+
+    >>> _index_of_next_digit(" index=0>", " index=1>")
+    7
+    >>> _index_of_next_digit(" index=0>", " index=5>") is None
+    True
+    """
+    # The texts may have different lengths.
+    for index, (char, other_char) in enumerate(zip(first, second, strict=False)):
+        if char != other_char:
+            return index if _is_next_digit(char, other_char) else None
+    return None
+
+
+def _is_next_digit(char: str, next_char: str) -> bool:
+    """Return whether `next_char` is the next higher digit after the digit `char`.
+
+    >>> _is_next_digit("0", "1"), _is_next_digit("0", "5"), _is_next_digit("a", "b")
+    (True, False, False)
+    """
+    are_digits = char.isdecimal() and next_char.isdecimal()
+    return are_digits and int(next_char) == int(char) + 1
+
+
+def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
+    r"""In rendered tool calls, replace the number of each tool call with COUNTER_MARK.
+
+    A message contains at most two tool calls, so each number is a single digit. `gaps` contains the
+    distances between a function's name and the digits before and after the name. A character at
+    this distance that is no digit remains unchanged.
+
+    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
+    '\ufdd0 zqFirstTool, \ufdd0 zqSecondTool'
+    """
+    masked = text
+    for name in (FIRST_TOOL, SECOND_TOOL):
+        if name in masked:
+            before_name, _, after_name = masked.partition(name)
+            # The text before the name is reversed, so that an index counts from the name.
+            masked_before = _mask_digit(before_name[::-1], gaps.before_name)[::-1]
+            masked = masked_before + name + _mask_digit(after_name, gaps.after_name)
+    return masked
+
+
+def _mask_digit(text: str, index: int | None) -> str:
+    r"""If the character at the given index is a digit, replace the digit with COUNTER_MARK.
+
+    Return `text` unchanged if the character is no digit, or if the index is None or outside the
+    text.
+
+    >>> _mask_digit("0 zqFirstTool", 0)
+    '\ufdd0 zqFirstTool'
+    """
+    if index is None or index >= len(text) or not text[index].isdigit():
+        return text
+    return text[:index] + COUNTER_MARK + text[index + 1 :]

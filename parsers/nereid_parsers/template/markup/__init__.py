@@ -1,0 +1,1 @@
+"""Markup: find the markers of a text, pair them, and compare texts token by token."""

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the message for the user. The message names the file, if any."""
+    """Return the error message for the user. If a file cannot be read, name the file."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"The file {error.filename} cannot be read ({error.strerror})."
     return str(error)
@@ -261,7 +261,7 @@ def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may contain any type
 
 
 def _read_tools(path: str) -> list[dict[str, Any]]:
-    """Read the tools in a JSON file. Raise ValueError if the value is not a list of objects."""
+    """Return the tools in a JSON file. Raise ValueError if it contains no list of objects."""
     tools = _read_json(path)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(

@@ -63,9 +63,10 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
 
 
 def _start_before_prefill(prefill: str) -> StartPoint:
-    """Return the state in which a parser reads the prefill, such as `<think>`.
+    """Return the state of a parser before it reads the prefill, such as `<think>`.
 
-    The stage is CONTENT. A marker in the prefill, such as `<think>` or `<|start|>`, changes it.
+    The stage of this state is CONTENT. When the parser then reads a marker in the prefill, such as
+    `<think>` or `<|start|>`, the stage changes.
     """
     return StartPoint(Stage.CONTENT, prefill)
 

@@ -117,21 +117,22 @@ class JsonArguments:
 class TaggedArguments:
     r"""Arguments whose values are written between tags: `<parameter=city>Paris</parameter>`.
 
-    The tool's schema determines the type of a value, because the text of a value does not show the
-    type.
+    The schema of the tool determines the type of each value. The text of a value does not show the
+    type: `12` may be a number or a string.
 
     Attributes:
         open: The pattern before the value, with the field `{key}`: `"<parameter={key}>\n"`. If the
             pattern ends with white space, the parser removes this white space once from the start
             of the value.
         close: The text after the value: `"\n</parameter>\n"`. If this text starts with white space,
-            the parser removes this white space once from the end of the value. The parser
-            replaces the text `{key}`, as in `"</{key}>"`, with the name of the argument. All other
-            braces are plain text. A line break or a separator such as `;` may end a value, too, as
-            in `city=Paris; days=3`. The last value may lack this text, and a value may contain it
-            if no argument follows.
-        also: Other forms in which models write a tagged value, for example in CDATA. One tool call
-            may contain several forms. The attribute `also` of these forms must be empty.
+            the parser removes this white space once from the end of the value. In a text such as
+            `"</{key}>"`, the parser replaces `{key}` with the name of the argument. All other
+            braces are plain text. The text may also be a separator, such as a line break, or `;` in
+            `city=Paris; days=3`. The separator may be missing after the last value. A value may
+            contain the separator: the value ends at a separator only if another argument, or the
+            end of the arguments, follows.
+        also: Other forms in which models write a value between tags, for example in CDATA. One tool
+            call may contain several forms. The attribute `also` of these forms must be empty.
         escapes: The kind of escape sequences in the values: "json" for strings with sequences such
             as `\n`, "html" for values with entities such as `&lt;`, or "" for plain text. For
             "json", `open` and `close` contain the quotes of the string.

@@ -319,7 +319,7 @@ def test_tools_and_a_json_answer_allow_either_of_the_two():
         ({"tools": [{"type": "function", "function": {}}]}, "tool .* has no function name"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
-            r"the field parameters of the function 'f' must be an object, but it is \[1\]",
+            r"tools: `parameters` of the function 'f' must be an object, but it is \[1\]",
         ),
     ],
 )
@@ -665,7 +665,7 @@ def test_a_definition_that_many_arguments_share_does_not_fill_the_memory(name, d
     arguments = {f"a{number}": {"$ref": "#/$defs/shared"} for number in range(5000)}
     parameters = {"properties": arguments, "$defs": {"shared": definition}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    with pytest.raises(ConstraintError, match="would have more than 4194304 characters"):
+    with pytest.raises(ConstraintError, match="would exceed the limit of 4194304 characters"):
         get_format(name).structural_tag(tools, "required")
 
 

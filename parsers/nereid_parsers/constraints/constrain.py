@@ -72,13 +72,15 @@ def structural_tag(
     """Return the structural tag for a request, or None if the request allows any output.
 
     A structural tag is the JSON object from which xgrammar builds the grammar of the output. The
-    grammar forces the model to write valid tool calls, or an answer of the requested form. If
-    xgrammar cannot enforce a keyword in the schema of a tool, a warning is logged.
+    grammar forces the model to write valid tool calls, or an answer of the requested form.
+
+    If xgrammar cannot enforce a keyword in the schema of a tool, a warning is logged. If the tool
+    is strict, an error is raised instead.
 
     Raises:
-        ConstraintError: The request cannot be expressed as a structural tag of this format. For
-            example, xgrammar cannot enforce a keyword in the schema of a strict tool, or the
-            grammar would be too large.
+        ConstraintError: The request cannot be expressed as a structural tag of this format, or
+            xgrammar cannot enforce a keyword in the schema of a strict tool, or the grammar would
+            be too large.
     """
     if not request.is_constrained:
         return None
@@ -314,7 +316,7 @@ def _text_with_calls(
     if _is_unmarked_list(section):
         return _list_or_text(section, request)
     calls = _marked_calls(section, request)
-    # If the node of the calls ends with a repeated call, no marker follows: `<calls>f(), g()`.
+    # If a node ends with a repeated call, no marker shows where the calls end: `<calls>f(), g()`.
     have_no_end_marker = any(_ends_with_repeated_call(node) for node in calls)
     if have_no_end_marker:
         return _text_then_calls(section, calls)
@@ -428,10 +430,12 @@ def _markers_outside_calls(fmt: FormatData, layout: Sections) -> list[str]:
 
 
 def _without_markers_of_content(section: ToolSection, wrapper: Wrapper | None) -> ToolSection:
-    """Return `section` without its markers if they also surround the content.
+    """Return `section` without its markers if the same markers also surround the content.
 
-    Example: the model writes both `<response>Hello</response>` and `<response><call>f{}</call>
-    </response>`. Then only `<call>` shows that a tool call starts.
+    Example: the model writes the content as `<response>Hello</response>`, and a tool call as
+    `<response><call>f{}</call></response>`. Then `<response>` does not show that a tool call
+    starts. Only `<call>` shows this, so the result has no markers around the tool calls. If the
+    tool call has no marker of its own, such as `<call>`, `section` is returned unchanged.
     """
     surrounds_content = wrapper is not None and wrapper.open.strip() == section.open.strip()
     if not surrounds_content or not section.calls[0].trigger:

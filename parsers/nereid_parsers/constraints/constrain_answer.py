@@ -33,8 +33,9 @@ _KEY_OF_NODE_LIST = {
     "tags_with_separator": "tags",
 }
 _NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_SINGLE_NODE, *_KEY_OF_NODE_LIST})
-# A warning lists this number of keywords at most, and this number of characters of each.
+# The maximum number of keywords that a warning or an error lists.
 _MAX_REPORTED = 16
+# The maximum number of characters in the description of one of these keywords.
 _MAX_REPORTED_CHARS = 200
 
 
@@ -127,10 +128,12 @@ def report_keywords(descriptions: list[str], *, is_strict: bool, field: str) -> 
 
 
 def _printable(text: str) -> str:
-    """Return the first `_MAX_REPORTED_CHARS` characters of a text as one line.
+    r"""Shorten a text to `_MAX_REPORTED_CHARS` characters, and escape unprintable characters.
 
-    A client chooses the names in the text. A line break in a name would begin a new line of the
-    log, and an escape sequence would control the terminal.
+    Example: a line break becomes the two characters `\n`.
+
+    The text contains names that the client has chosen. An unescaped line break in a name would
+    begin a new line of the log, and an escape sequence in a name would control the terminal.
     """
     return "".join(
         char if char.isprintable() else repr(char)[1:-1] for char in text[:_MAX_REPORTED_CHARS]

@@ -31,9 +31,10 @@ _DESCRIPTIONS = ("title", "description", "$comment")
 # alternatives for `item` twice. If there are more than `_MAX_DUPLICATED_ITEMS` alternatives,
 # `one_or_more` tries to build a smaller grammar.
 _MAX_DUPLICATED_ITEMS = 8
-# The maximum number of characters in the constants and schemas of one grammar. Some formats write
-# each argument by itself, and the grammar then contains a copy of all definitions for each argument
-# whose schema is JSON. Without this limit, a request of 1 MB could need gigabytes.
+# The maximum number of characters in the constants and schemas of one grammar. In some formats, the
+# arguments of a tool call are separate texts instead of one JSON object. The grammar then contains
+# a separate schema for each argument, with a copy of all definitions (`$defs`) of the tool's
+# schema. Without this limit, the grammar for a request of 1 MB could need gigabytes.
 _MAX_CHARS = 2**22
 _CHARS_OF_CONST = 40  # The JSON text of a constant without its value.
 
@@ -62,16 +63,20 @@ def limited_size() -> Iterator[None]:
 
 
 def count_chars(num_chars: int) -> None:
-    """Add characters to the size of the grammar, and check the size; see `limited_size`."""
+    """Add `num_chars` to the size of the grammar that is being built.
+
+    Raise ConstraintError if the grammar exceeds its limit. Outside of a `with limited_size()`
+    block, do nothing.
+    """
     size = _size.get()
     if size is None:
         return
     size.num_chars += num_chars
     if size.num_chars > _MAX_CHARS:
         raise ConstraintError(
-            f"tools: the grammar of the tool calls would have more than {_MAX_CHARS} characters, "
-            "which is the limit. If a schema has definitions, each argument may need a copy of "
-            "all definitions. Use fewer tools, fewer arguments or smaller schemas."
+            f"tools: the grammar of the tool calls would exceed the limit of {_MAX_CHARS} "
+            "characters. If a schema has definitions, each argument may need a copy of all "
+            "definitions. Use fewer tools, fewer arguments or smaller schemas."
         )
 
 
@@ -115,14 +120,16 @@ def json_schema(schema: object, excludes: str = "") -> Node:
 
 
 def _grammar_schema(schema: object) -> object:
-    """Copy a schema for a grammar, without two kinds of keywords.
+    """Return a copy of a schema without descriptions and harmful patterns.
+
+    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`.
 
     - Descriptions, such as `title`, do not restrict the value, so the grammar does not need them.
-    - A pattern such as `^"$` is omitted if it would let the model write a text that is not JSON,
-      and a pattern such as `(?<!a)b` is omitted if xgrammar would refuse the whole grammar.
+    - With the pattern `^"$`, the model could write a text that is not valid JSON.
+    - Because of the pattern `(?<!a)b`, xgrammar would refuse the whole grammar.
 
-    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. A list of
-    schemas is copied in the same way, and any other value is returned unchanged.
+    If `schema` is a list of schemas, return a list of such copies. Return any other value, such as
+    a number, unchanged.
     """
     _count_own_chars(schema)
     if isinstance(schema, list):
@@ -137,7 +144,7 @@ def _grammar_schema(schema: object) -> object:
 
 
 def _is_omitted(keyword: str, value: object) -> bool:
-    """Return whether a keyword is left out of a grammar: a description or an unusable pattern."""
+    """Return whether `_grammar_schema` omits a keyword: a description or a harmful pattern."""
     is_description = keyword in _DESCRIPTIONS and isinstance(value, str)
     return is_description or (keyword == "pattern" and _is_harmful_pattern(value))
 
@@ -160,9 +167,11 @@ def _grammar_value(keyword: str, value: object) -> object:
 
 
 def _count_own_chars(value: object) -> None:
-    """Count the characters of a JSON value, but not those of the values inside it.
+    """Add the characters of a JSON value to the size of the grammar, without its inner values.
 
-    Example: `{"a": ["bc"]}` has 3 characters: 1 for the key, and 2 for the marks around its value.
+    The size of an object is the length of its keys, plus 2 characters for each member, such as `:`
+    and `,`. The size of a list is 2 characters for each item. Examples: 3 characters are added for
+    `{"a": ["bc"]}`, and 2 characters for `["bc"]`.
     """
     if isinstance(value, str):
         count_chars(len(value))
@@ -175,7 +184,7 @@ def _count_own_chars(value: object) -> None:
 
 
 def _count_all_chars(value: object) -> None:
-    """Count the characters of a JSON value and of all values inside it."""
+    """Add the characters of a JSON value, and of all its inner values, to the grammar's size."""
     _count_own_chars(value)
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
@@ -183,9 +192,11 @@ def _count_all_chars(value: object) -> None:
 
 
 def _is_harmful_pattern(pattern: object) -> bool:
-    """Return whether a pattern would let the model write invalid JSON, or is refused by xgrammar.
+    """Return whether a pattern would allow invalid JSON, or make xgrammar refuse the grammar.
 
-    Examples: the results for `^"$` and for a pattern with a lookbehind are True.
+    `pattern` is the value of the keyword `pattern`. Examples: the result is True for `^"$`, because
+    JSON needs a backslash before the quotation mark, and for `(?<!a)b`, because xgrammar refuses
+    lookbehinds. The result is False for `^[a-z]+$`.
     """
     error = check_pattern(pattern) if isinstance(pattern, str) else None
     return error is not None and (error.needs_json_escape or error.is_refused)
@@ -209,7 +220,10 @@ def sequence(*parts: Node) -> Node:
 
 
 def joined(parts: list[Node], separator: str) -> Node:
-    """Return the grammar node that matches all `parts` in order, with `separator` between them."""
+    """Return the grammar node that matches all `parts` in order, with `separator` between them.
+
+    Example: the parts `const("a")` and `const("b")` with the separator `, ` match `a, b`.
+    """
     separated_parts = [sequence(const(separator), part) for part in parts[1:]]
     return sequence(*parts[:1], *separated_parts)
 

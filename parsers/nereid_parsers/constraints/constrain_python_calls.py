@@ -34,15 +34,21 @@ def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
 def _python_value(schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for a Python literal, such as `True` in the call `f(a=True)`.
 
-    Examples of matching texts: `True` or `true` for a boolean, `None` or `null` for null, and
-    `"Paris"` or `'Paris'` for a string. Every other value is JSON text, because only a JSON schema
-    can describe lists, objects and unions. The parser accepts the words of both languages, and some
-    models are trained to write the JSON words.
+    Examples of matching texts:
+
+        boolean           `True`, `False`, `true`, `false`
+        null              `None`, `null`
+        string            `"Paris"`, `'Paris'`
+        any other value   JSON text such as `[1, 2]`
+
+    The grammar accepts JSON words such as `true`, because some models are trained to write them,
+    and because the parser accepts them. Lists, objects and unions of types must be JSON text,
+    because xgrammar describes them with a JSON schema.
     """
     types = json_types_of(schema, root=schema)
     if types == _BOOLEAN_ONLY:
         return one_of(const("True"), const("False"), json_schema(schema))
-    # The keyword `enum` may list no null although the keyword `type` allows null.
+    # If `type` allows null, but `enum` does not list null, null is not a valid value.
     if types is not None and "null" in types and _allows_null(schema):
         return one_of(const("None"), json_schema(schema))
     # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.

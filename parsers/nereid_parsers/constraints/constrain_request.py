@@ -86,14 +86,14 @@ class ToolSchema:
 
     @classmethod
     def of(cls, tool: Mapping[str, Any]) -> ToolSchema:
-        """Create a ToolSchema from one member of the OpenAI tools list.
+        """Create a ToolSchema from one tool of an OpenAI request.
 
-        A member is `{"type": "function", "function": {"name": "f", "parameters": {..}}}`, or only
-        the inner object `{"name": "f", "parameters": {..}}`. The schema under `parameters` is
-        rewritten, so that xgrammar enforces more of its keywords.
+        `tool` is `{"type": "function", "function": {"name": "f", "parameters": {..}}}`, or only the
+        inner object `{"name": "f", "parameters": {..}}`. The schema under `parameters` is rewritten
+        so that xgrammar enforces more of its keywords.
 
         Raises:
-            ConstraintError: The member contains no function name, or `parameters` is not an object.
+            ConstraintError: The tool has no function name, or `parameters` is not an object.
         """
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -102,7 +102,7 @@ class ToolSchema:
                 f"tools: the tool {shorten(dict(tool))} has no function name. Set function.name."
             )
         declared = function.get("parameters") or {"type": "object", "properties": {}}
-        parameters = _object(declared, f"tools: the field parameters of the function {name!r:.80}")
+        parameters = _object(declared, f"tools: `parameters` of the function {name!r:.80}")
         is_strict = bool(function.get("strict") or tool.get("strict"))
         return cls(name, follow_references(rewrite_for_xgrammar(parameters)), is_strict)
 

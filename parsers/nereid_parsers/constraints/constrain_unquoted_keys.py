@@ -81,9 +81,14 @@ def _value_node(
         object            `{city:<q>Paris<q>}`
         any other value   `3`, which is JSON text
 
-    `declaration` declares the text around each string. `schema` is the JSON schema of the value.
-    `argument` is, or contains, the value. The functions for strings, arrays and objects report each
-    restriction in `schema` that they do not enforce for this argument.
+    If the grammar for a string, an array or an object cannot enforce a restriction in `schema`, the
+    restriction is reported for `argument`.
+
+    Args:
+        declaration: Declares the text around each string.
+        argument: The argument of the tool. Its value is the value itself, or an array or object
+            that contains the value.
+        schema: The JSON schema of the value.
     """
     types = json_types_of(schema, root=schema)
     if _is_written_as_json(types, declaration.quote):

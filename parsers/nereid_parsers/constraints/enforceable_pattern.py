@@ -68,10 +68,10 @@ _MAX_CHARACTERS = 2**16
 
 
 class _Kind(Enum):
-    """The kind of a problem.
+    """The kind of a problem in a regular expression.
 
-    JSON_ESCAPE  The expression requires, or may require, a character that JSON writes with a
-                 backslash.
+    JSON_ESCAPE  The expression contains a token that matches only characters which JSON writes with
+                 a backslash, such as `"`, or the expression is too long to be checked.
     LOOKAHEAD    The expression contains a lookahead, such as `(?=a)`.
     REFUSED      xgrammar refuses the expression, because it contains a lookbehind, a word boundary
                  or a backreference.
@@ -105,7 +105,7 @@ _NEEDS_JSON_ESCAPE = _Problem(
 
 
 _TOO_LONG = _Problem(
-    f"begins an expression of more than {_MAX_CHARACTERS} characters, which is the limit",
+    f"begins an expression that exceeds the limit of {_MAX_CHARACTERS} characters",
     _Kind.JSON_ESCAPE,
 )
 
@@ -123,8 +123,9 @@ class PatternError(ConstraintError):
         part = shorten(regex[position : position + _MAX_SHOWN_CHARACTERS])
         super().__init__(f"the part {part} at the position {position} {problem.predicate}")
         self.needs_json_escape = problem.kind is _Kind.JSON_ESCAPE
-        """Whether the expression requires, or may require, a character that JSON writes with a
-        backslash. xgrammar would let the model write this character without the backslash."""
+        """Whether the expression requires a character that JSON writes with a backslash, such as
+        `"`, or is too long to be checked. xgrammar would let the model write this character without
+        the backslash."""
         self.is_lookahead = problem.kind is _Kind.LOOKAHEAD
         """Whether the part is a lookahead, which xgrammar ignores."""
         self.is_refused = problem.kind is _Kind.REFUSED

@@ -26,26 +26,27 @@ _MAX_DEPTH = 64
 # definition may refer twice to a second definition, which may refer twice to a third, and so on.
 # Without this limit, the time would grow exponentially with the number of such definitions.
 _MAX_REPLACEMENTS = 256
-# The maximum number of values in a document's definitions that replace references, and in the
-# members of its `allOf`, which count once for each member. Without this limit, 256 references to a
-# definition with 40,000 properties would need gigabytes, and the time for merging thousands of
-# members would grow with the square of their number.
+# The maximum number of JSON values that may be copied in one document. The values of a definition
+# are copied for each reference that the definition replaces. The values of an `allOf` with n
+# members are counted n times, because each step of the merging copies the previous result. Without
+# this limit, 256 references to a definition with 40,000 properties would need gigabytes, and the
+# time for merging an `allOf` would grow with the square of the number of its members.
 _MAX_COPIED_VALUES = 200_000
 
 
 class _Budget:
-    """Counts the references that may still be replaced, and the values that may still be copied."""
+    """The numbers of references that may still be replaced, and values that may still be copied."""
 
     def __init__(self) -> None:
-        """Allow `_MAX_REPLACEMENTS` replacements and `_MAX_COPIED_VALUES` values."""
+        """Create a budget of `_MAX_REPLACEMENTS` references and `_MAX_COPIED_VALUES` values."""
         self._num_replacements_left = _MAX_REPLACEMENTS
         self._num_values_left = _MAX_COPIED_VALUES
 
     def spend_replacement(self, definition: object) -> None:
-        """Count a reference and the values of the `definition` that replaces it.
+        """Subtract one reference, and the values of its `definition`, from the budget.
 
         Raises:
-            CannotMergeError: The budget does not allow the replacement.
+            CannotMergeError: The budget is too small for the reference or for the values.
         """
         if self._num_replacements_left == 0:
             raise CannotMergeError("too many references have been replaced")
@@ -53,10 +54,13 @@ class _Budget:
         self.spend_copies(definition)
 
     def spend_copies(self, value: object, num_copies: int = 1) -> None:
-        """Count the values of a JSON value, `num_copies` times.
+        """Subtract `num_copies` copies of a JSON value and its inner values from the budget.
+
+        Example: `[1, 2]` consists of three values: the list and its two items.
 
         Raises:
-            CannotMergeError: The budget is too small for the copies. Later copies fail, too.
+            CannotMergeError: The budget is too small for the copies. All later calls then raise
+                this error, too.
         """
         unread = [value]
         while unread:
@@ -77,9 +81,9 @@ class _Scope(NamedTuple):
         root: The outermost schema of the document. It contains the definitions to which the keyword
             `$ref` refers, for example `"#/$defs/Address"`.
         budget: The references that may still be replaced, and the values that may still be copied.
-        replaced_references: The references that were replaced by their definitions. If the
-            definitions contain one of these references again, the schema is recursive. The
-            reference is then not replaced a second time, so that the rewriting ends.
+        replaced_references: The references that were replaced by their definitions, for example
+            `"#/$defs/Address"`. If a definition contains one of these references again, the schema
+            is recursive. This reference is not replaced, because the replacing would never end.
     """
 
     root: object
@@ -87,7 +91,7 @@ class _Scope(NamedTuple):
     replaced_references: frozenset[str] = frozenset()
 
     def with_replaced(self, references: Iterable[str]) -> _Scope:
-        """Return a copy of the scope that also counts `references` as replaced."""
+        """Return a copy of the scope whose `replaced_references` also contain `references`."""
         return self._replace(replaced_references=self.replaced_references.union(references))
 
 
@@ -185,12 +189,15 @@ def _rewrite_keywords(schema: Schema) -> Schema:
 
 
 def _in_current_draft(schema: Schema) -> Schema:
-    """Rewrite forms of older drafts of JSON Schema, which xgrammar refuses.
+    """Replace keywords of older drafts of JSON Schema, because xgrammar refuses these keywords.
 
-    `properties` and `required` with the value null, which Anthropic's API accepts, are removed.
+    Also remove `properties` and `required` if their value is null. Such a schema is not valid, but
+    Anthropic's API accepts it. Examples:
 
-    Examples: `{"items": [A, B], "additionalItems": C}` gives `{"prefixItems": [A, B], "items": C}`.
-    `{"minimum": 3, "exclusiveMinimum": true}` gives `{"exclusiveMinimum": 3}`.
+        schema                                     result
+        {"items": [A, B], "additionalItems": C}    {"prefixItems": [A, B], "items": C}
+        {"minimum": 3, "exclusiveMinimum": true}   {"exclusiveMinimum": 3}
+        {"type": "object", "properties": null}     {"type": "object"}
     """
     rewritten = dict(schema)
     for keyword in ("properties", "required"):
@@ -278,18 +285,18 @@ def _merge_all_of(parts: _AllOf, scope: _Scope) -> _ScopedSchema:
     `parts` contains the members and the other keywords. `scope` contains the definitions.
     References in the members are replaced by their definitions. Example: if the definition `T` is
     `{"type": "integer"}`, the schema `{"allOf": [{"$ref": "#/$defs/T"}, {"maximum": 5}]}` gives
-    `{"type": "integer", "maximum": 5}`. In the scope of the result, `replaced_references` also
-    contains `T`.
+    `{"type": "integer", "maximum": 5}`. The scope of the result lists `"#/$defs/T"` in
+    `replaced_references`.
 
     Raises:
-        CannotMergeError: The members cannot be merged, or are too large.
+        CannotMergeError: The members cannot be merged, or the budget of `scope` is too small.
     """
     if not parts.members:
         return _ScopedSchema(parts.keywords, scope)
     flat_parts = [_flatten_part(part, scope) for part in (parts.keywords, *parts.members)]
     schemas = tuple(part.schema for part in flat_parts)
     if len(parts.members) > 1:
-        # Each step of the merging copies the result of the previous step.
+        # The schemas are merged one after another, and each step copies the previous result.
         scope.budget.spend_copies(schemas, num_copies=len(schemas))
     merged = functools.reduce(merge_schemas, schemas)
     replaced = [name for part in flat_parts for name in part.scope.replaced_references]
@@ -338,13 +345,14 @@ def _is_escaped(schema: Schema) -> bool:
 def _flatten_part(part: object, scope: _Scope) -> _ScopedSchema:
     """Rewrite one member of an `allOf`, so that it can be merged with the other members.
 
-    The `$ref` of the member is replaced by the definition, and its `allOf` is merged. Example: if
-    the definition `T` is `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}` gives
-    `{"type": "integer"}`. In the scope of the result, `replaced_references` also contains `T`.
+    The `$ref` of the member is replaced by the definition, and the `allOf` of the member is merged.
+    Example: if the definition `T` is `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}`
+    gives `{"type": "integer"}`. The scope of the result lists `"#/$defs/T"` in
+    `replaced_references`.
 
     Raises:
-        CannotMergeError: The member is recursive, or refers to another document, or the members of
-            its `allOf` cannot be merged.
+        CannotMergeError: The member is not a schema, is recursive, refers to another document, or
+            has an `allOf` that cannot be merged.
     """
     if part is True:  # `true` accepts every value, as `{}` does.
         return _ScopedSchema({}, scope)
@@ -360,12 +368,14 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _ScopedSchema:
 
     The definition is merged with the other keywords. Example: if the definition `T` is
     `{"type": "integer"}`, the schema `{"$ref": "#/$defs/T", "minimum": 1}` gives
-    `{"minimum": 1, "type": "integer"}`. A schema without `$ref` is returned unchanged. In the scope
-    of the result, `replaced_references` also contains this `$ref` and those of the definition.
+    `{"minimum": 1, "type": "integer"}`. A schema without `$ref` is returned unchanged.
+
+    The scope of the result lists the replaced references in `replaced_references`: `"#/$defs/T"`,
+    and the references that were replaced inside the definition.
 
     Raises:
-        CannotMergeError: The definition does not exist, or contains the same `$ref` again, or too
-            many references have been replaced, or the definitions are too large.
+        CannotMergeError: The definition does not exist, or contains the same reference again, or
+            cannot be merged with the other keywords, or the budget of `scope` is too small.
     """
     reference = schema.get("$ref")
     if reference is None:

@@ -123,8 +123,8 @@ def _common_multiple(first: int, second: int) -> int:
     """Return the least common multiple of two values of `multipleOf`: 4 and 6 give 12.
 
     Raises:
-        CannotMergeError: A value has more than 64 bits. The common multiples of such values could
-            have more digits than Python writes.
+        CannotMergeError: A value has more than 64 bits. The least common multiple of many such
+            values could have so many digits that Python would refuse to write it as text.
     """
     if max(abs(first), abs(second)) >= _LIMIT_OF_MULTIPLES:
         raise CannotMergeError("a value of multipleOf has more than 64 bits")
@@ -184,9 +184,11 @@ def _allowed_types(value: object) -> set[Any]:
 
 
 def _changes_meaning_of_items(first: Schema, second: Schema) -> bool:
-    """Return whether `items` of the second schema no longer applies to the first items of an array.
+    """Return whether `items` of the second schema would apply to fewer items after the merging.
 
-    The keyword `prefixItems` of the first schema applies to these items instead.
+    Example: `{"prefixItems": [A]}` and `{"items": B}`. In the second schema, `items` applies to all
+    items of an array. In the merged schema `{"prefixItems": [A], "items": B}`, `items` would no
+    longer apply to the first item.
     """
     return "prefixItems" in first and "items" in second and "prefixItems" not in second
 

@@ -197,8 +197,9 @@ def _describe_pattern(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 def _describe_pattern_of_answer(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     """Yield a description of the keyword `pattern`, if llguidance does not enforce the pattern.
 
-    llguidance enforces all patterns except two kinds: patterns with lookarounds, word boundaries or
-    backreferences, and patterns that would be written as invalid JSON.
+    llguidance enforces all patterns except two kinds: patterns with a lookaround, a word boundary
+    or a backreference, and patterns such as `^"$`, which require a character that JSON writes with
+    a backslash.
     """
     error = _pattern_error(schema)
     if error is not None and (error.is_lookahead or error.is_refused or error.needs_json_escape):
@@ -291,12 +292,13 @@ def _overriding_keyword(schema: Mapping[str, Any]) -> str | None:
 
 
 def _keyword_implies_types(schema: Mapping[str, Any], keyword: str) -> bool:
-    """Return whether `type` has no effect, because `keyword` accepts only values of these types.
+    """Return whether `keyword` accepts only values of the types that the keyword `type` lists.
 
-    Example: in `{"type": "string", "enum": ["a"]}`, the keyword `enum` accepts only strings. A
-    reference is assumed to accept only the declared types.
+    The keyword `type` then has no effect. Example: the result is True for the keyword `enum` in
+    `{"type": "string", "enum": ["a"]}`, because `enum` accepts only a string. For the keyword
+    `$ref`, the result is always True.
 
-    `keyword` is a keyword of the schema, one of `_EXCLUSIVE_KEYWORDS`.
+    `keyword` is a keyword of the schema, and one of `_EXCLUSIVE_KEYWORDS`.
     """
     types = schema["type"]
     allowed_types = types if isinstance(types, list) else [types]

@@ -31,9 +31,10 @@ REASONING = {
 
 
 def _coder_section(arguments: TaggedArguments) -> ToolSection:
-    """Return a description of how Qwen3-Coder writes tool calls.
+    """Return the declaration of the tool calls of Qwen3-Coder.
 
-    Example of a tool call, in which `arguments` declares the tags of the argument `city`:
+    `arguments` declares the tags around each argument, such as `<parameter=city>`. Example of a
+    tool call:
 
         <tool_call>
         <function=f>

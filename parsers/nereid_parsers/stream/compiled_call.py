@@ -46,11 +46,15 @@ _NAME_START = r"\w"  # A regex for the first character of a function's name.
 
 
 class SectionMarkers(NamedTuple):
-    """The markers around all tool calls of a message, without white space around each marker.
+    """The markers around all tool calls of a message.
+
+    The white space at both ends of each marker has been removed.
 
     Attributes:
-        opens: The markers before all tool calls, such as `<tool_calls>`. Empty if none exist.
-        closes: The markers after all tool calls, such as `</tool_calls>`. Empty if none exist.
+        opens: The markers that can precede all tool calls, such as `<tool_calls>`. Empty if the
+            format has no such marker.
+        closes: The markers that can follow all tool calls, such as `</tool_calls>`. Empty if the
+            format has no such marker.
         message_ends: The markers that end the message, such as `<|im_end|>`.
     """
 
@@ -262,7 +266,7 @@ def _stop_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
 
     Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end at `</f>`.
     A model may omit this marker, so `</call>`, `</calls>` and `<call>` are stop markers, too. If
-    the tool call has no closing marker, the arguments also end where the message ends.
+    the tool call has no closing marker, the markers that end the message are stop markers.
     """
     end_markers = marker_parts(call.close)[:1] or section.message_ends
     stop_markers = (*end_markers, *_recovery_markers(call, section))
@@ -270,16 +274,17 @@ def _stop_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
 
 
 def _next_call_start(call: Call, section: SectionMarkers) -> str:
-    r"""Return the start of the header at which the arguments of the previous tool call end.
+    r"""Return the start of each header, if the arguments of a tool call end at the next header.
 
-    Only a tool call without an opening and a closing marker ends there. Example: in
-    `<calls>- f:\n a: 1\n- g:\n b: 2\n</calls>`, the first tool call ends before `- g:`, so the
-    result is `-`. In all other cases, the result is "".
+    The arguments end at the next header if the tool call has no opening and no closing marker.
+    Example: in `<calls>- f:\n a: 1\n- g:\n b: 2\n</calls>`, the arguments of `f` end before `- g:`.
+    The header is `- {name}:`, so the result is `-`. Return "" for all other tool calls.
     """
     if call.open.strip() or marker_parts(call.close):
         return ""
     start = first_literal(call.head)
-    # Outside of a section, only a tag shows that a tool call starts.
+    # If no marker precedes all tool calls, a text such as `-` may be content. Then only a header
+    # that starts with a tag, such as `<f={name}>`, shows that a tool call starts.
     return start if section.opens or looks_like_markup(start) else ""
 
 

@@ -50,23 +50,24 @@ class CompiledCalls:
 def compile_calls(
     tools: ToolSection | None, message_ends: Iterable[str], *, allows_unmarked: bool
 ) -> CompiledCalls:
-    """Compile the "variants" of a tool call: all ways in which a model may write a tool call.
+    """Compile all variants of a tool call. A variant is one way in which models write tool calls.
 
-    The parser searches for the first text of each variant. Therefore, the variants are grouped by
-    this text:
+    The parser searches for the first text of each variant. Therefore, the attributes of the result
+    contain different variants, depending on their first text:
 
         attribute   example of a tool call              first text
         by_marker   `<call><function=sum>..</call>`     `<call>`, the declared marker
         by_header   `<function=sum>..</call>`           `<function=`, because `<call>` is missing
         unmarked    `{"name": "sum", ..}`               `{`, because no marker is declared
 
-    `all` contains all declared variants, and `kinds` the meaning of each tool call marker.
+    The attribute `all` contains all declared variants. The attribute `kinds` contains the meaning
+    of each marker of a tool call.
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
         message_ends: The markers that end a message, such as `<|im_end|>`.
-        allows_unmarked: Whether a tool call without a marker is recognised. Such a tool call is
-            never recognised if markers enclose all tool calls of a message.
+        allows_unmarked: Whether a tool call without a marker is recognised. If the format declares
+            markers around all tool calls, such a tool call is never recognised.
     """
     if tools is None:
         return CompiledCalls()
@@ -90,9 +91,9 @@ def _kinds_of_call_markers(tools: ToolSection, calls: CompiledCalls) -> dict[str
     """
     # A tool call without a marker starts with one of these texts, for example `{`.
     unmarked_openings = [text for variant in calls.unmarked for text in variant.body_openings()]
-    # If several of these dicts contain the same text, the last of them determines its meaning. The
-    # declared opening markers are last, because in content, no tool call is open that could be
-    # closed.
+    # Several of these dicts may contain the same marker, for example if a marker both opens and
+    # closes tool calls. The last of these dicts determines the meaning of the marker. The opening
+    # markers come last, because no tool call is open in content, so the marker cannot close one.
     return (
         dict.fromkeys(calls.by_header, MarkerKind.CALL_HEAD)
         | dict.fromkeys(_long_closing_markers(calls.all), MarkerKind.CLOSE_CALLS)

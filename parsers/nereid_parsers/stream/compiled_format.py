@@ -128,10 +128,10 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
 
     The result contains four lexers, which find markers in different parts of a message:
 
-        reasoning_markers      in the reasoning, for example `</think>` and `<call>`
-        reasoning_bounds       after a `<call>` in the reasoning: only `<think>` and `</think>`
-        content_markers        outside the reasoning, for example `<call>`
-        content_only_markers   in content after which no tool call may follow
+        reasoning_markers      in the reasoning: for example `</think>` and `<call>`
+        reasoning_bounds       after `<call>` in the reasoning: only `<think>` and `</think>`
+        content_markers        outside the reasoning: for example `<call>` and `<|end|>`
+        content_only_markers   in content that no tool call may follow: for example `<|end|>`
     """
     end_kinds = marker_kinds(fmt.ends, MarkerKind.END)  # Such as `<|end|>`.
     calls = compile_calls(layout.tools, end_kinds, allows_unmarked=True)
@@ -147,8 +147,12 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
 
 
 def _kinds_of_bounds(reasoning: Reasoning | None) -> _Kinds:
-    """Return the markers around the reasoning: `{"<think>": OPEN_REASONING, "</think>": ..}`."""
-    # If the same marker opens and closes the reasoning, it has the meaning CLOSE_REASONING.
+    """Return the meaning of each marker around the reasoning.
+
+    Example: `{"<think>": OPEN_REASONING, "</think>": CLOSE_REASONING}`.
+    """
+    # The parser uses this dict inside the reasoning. If one marker both opens and closes the
+    # reasoning, it therefore has the meaning CLOSE_REASONING.
     return _opening_kinds(reasoning) | _closing_kinds(reasoning)
 
 
@@ -164,8 +168,8 @@ def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, end_kinds: _Kind
         end_kinds,
         marker_kinds(_interrupting_markers(layout.reasoning, calls), MarkerKind.INTERRUPT),
         marker_kinds(content_opens, MarkerKind.WRAP_CONTENT),
-        # One marker can have both kinds: it closes the reasoning and ends the message. Such a
-        # marker then closes the reasoning, and the message continues.
+        # If one marker both closes the reasoning and ends a message, it has the meaning
+        # CLOSE_REASONING here. After the marker, the message continues.
         _kinds_of_bounds(layout.reasoning),
     )
 
@@ -199,8 +203,8 @@ def _kinds_in_content(layout: Sections, calls: CompiledCalls, content_only_kinds
     return _merge_lowest_priority_first(
         calls.kinds,
         _closing_kinds(layout.reasoning),
-        # A format can use one marker to open and to close the reasoning. Outside the reasoning,
-        # this marker opens the reasoning.
+        # If one marker both opens and closes the reasoning, it has the meaning OPEN_REASONING here,
+        # because this dict is for the text outside the reasoning.
         _opening_kinds(layout.reasoning),
         marker_kinds(_content_words(layout.content), MarkerKind.CONTENT_WORDS),
         content_only_kinds,
@@ -236,16 +240,16 @@ def _closing_kinds(reasoning: Reasoning | None) -> _Kinds:
 
 
 def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> list[str]:
-    """Return the markers that start a tool call inside the reasoning.
+    """Return the markers that may start a tool call inside the reasoning.
 
-    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`.
+    Example: `["<call>"]`, because a model may omit `</think>` and write `<think>Hm<call>`.
     """
     if reasoning is None:
         return []
     declared_markers = list(reasoning.interrupted_by)
-    # If `<|end|>` closes both reasoning and tool calls, the reasoning `use <call> here<|end|>`,
-    # which only mentions `<call>`, looks like a complete tool call. In such a format, only the
-    # declared markers start a tool call.
+    # In some formats, `<|end|>` closes both the reasoning and tool calls. The reasoning
+    # `use <call> here<|end|>` would then look like a tool call, although it only mentions `<call>`.
+    # In such a format, only the declared markers can start a tool call inside the reasoning.
     if _have_common_close(reasoning, calls):
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)

@@ -103,8 +103,9 @@ class CompiledHeader:
         example `\n` in `>>>all\nHi`. If the header belongs to a tool call, arguments must follow.
         """
         pattern, whitespace = self._header
-        # White space at `pos` is skipped, unless white space ends the header. Example: in
-        # `>>>\nHello`, the line break ends an empty header.
+        # White space at `pos` is skipped, unless the header must end with white space. Example: the
+        # header after `>>>` ends with a line break. In `>>>\nHello`, this header is empty. If the
+        # line break were skipped, `Hello` would be read as the header.
         start = pos if whitespace else skip_whitespace(text, pos)
         match = pattern.match(text, start, is_final)
         if not isinstance(match, PatternMatch):

@@ -158,7 +158,7 @@ class ContentReader:
         return State.CONTENT
 
     def drop_incomplete_marker(self, *, is_reasoning: bool) -> None:
-        """At the end of the message, remove an incomplete marker such as `<|message|><|te`.
+        """Remove an incomplete marker, such as `<|message|><|te`, at the end of the message.
 
         Examples for the marker `<|message|><|text|>`, which consists of two tags:
 
@@ -167,8 +167,8 @@ class ContentReader:
             `<|mess`             The text stays unread and becomes content, because ordinary text
                                  may contain a part of a tag.
 
-        `is_reasoning` is true if the message ends inside the reasoning, which has other markers
-        than content.
+        `is_reasoning` is true if the message ends inside the reasoning. The markers that may occur
+        in reasoning and in content differ.
         """
         last_text = self._buffer.unread()
         lexer = self._format.reasoning_markers if is_reasoning else self._format.content_markers

@@ -103,17 +103,18 @@ class HeaderReader:
         )
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
-        """Enter the message whose header has been found, and return the next state.
+        """Remove the start marker and the header of a message, and return the next state.
 
-        Example: `<|start|>assistant` and the header `<|channel|>final<|message|>` are removed, and
-        the next state is CONTENT. In the next state, the text after the header is read:
+        Example: `<|start|>assistant` and the header `<|channel|>final<|message|>` are removed. The
+        next state is CONTENT, in which the text after the header is read.
 
             stage of the message   next state
-            CALLS                  CALL_BODY. If content precedes the message, and the policy
-                                   requires that tool calls come first, the header stays unread as
-                                   content, and the next state is CONTENT_ONLY.
+            CALLS                  CALL_BODY, with the exception below
             REASONING              REASONING
             CONTENT                CONTENT, or PLAIN_MESSAGE if the message contains no tool calls
+
+        The exception: if the policy requires that tool calls precede the content, a tool call after
+        content is content, too. The next state is then CONTENT_ONLY, and the header stays unread.
         """
         # The pending text is the start marker of the message. The marker is markup, not content,
         # because a header follows.

@@ -58,7 +58,7 @@ class LastLine:
         return not follows_word_or_sentence
 
     def _is_in_code_block_after(self, line: str) -> bool:
-        """Return whether the text after the next whole line, `line`, is in a code block."""
+        """Return whether the text after `line` is in a code block. `line` is the next full line."""
         return self._is_in_code_block != _is_code_fence(line)
 
 

@@ -210,9 +210,10 @@ class Machine:
     def finish(self) -> list[Event]:
         """Parse the remaining text at the end of the message, and return its events.
 
-        Text may be stored or unread, because more text could have changed its meaning. This text is
-        now classified. Examples: `Hi <` is content, and `<tool_call>{"name": "f"` is a tool call
-        without arguments. The machine cannot be used after this call.
+        The last characters of the message may not have been parsed yet, because their meaning
+        depended on the text that would follow. Examples: `<` at the end of `Hi <` is now content,
+        and `<tool_call>{"name": "f"` is a tool call without arguments. The machine cannot be used
+        after this call.
         """
         self._read_unread_text()
         self._finish_last_state()

@@ -13,10 +13,12 @@ from nereid_parsers.pattern_syntax import split_pattern
 
 
 class Mismatch(Enum):
-    """The reason why a text does not match a pattern. Functions that match texts return it.
+    """The result of matching a text, if the text does not match.
 
-    NEED_MORE  The text is the beginning of a match, which more text could complete.
-    NO_MATCH   No further text could complete a match.
+    Examples for the pattern `<call>`:
+
+    NEED_MORE  The text is the beginning of a match, such as `<ca`. More text may complete it.
+    NO_MATCH   The text is not the beginning of a match: `<cat`.
     """
 
     NEED_MORE = "need_more"
@@ -351,8 +353,9 @@ def _regex_before_whitespace(excluded_chars: str, next_literal: str) -> re.Patte
     allowed_char = f"[^{excluded_chars}]"
     if not first_word:
         return re.compile(f"{allowed_char}+")
-    # The second white-space character is superfluous, but some models write it. Without a limit,
-    # the search in a long run of white space would take quadratic time.
+    # The literal starts with white space. Some models write one superfluous white-space character,
+    # so two are accepted. Without this limit, the search in a long run of white space would take
+    # quadratic time.
     end = rf"\s{{1,2}}{re.escape(first_word)}"
     return re.compile(f"(?:(?!{end}){allowed_char})+")  # `(?!..)`: the text ends before `end`.
 

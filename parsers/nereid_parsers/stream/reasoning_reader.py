@@ -71,7 +71,7 @@ class ReasoningReader:
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The way in which the reasoning of this message has ended.
         self._reasoning_end = _ReasoningEnd.NONE
-        # The pieces of text that `read_interrupted` has read, but not written.
+        # The pieces of text that `read_interrupted` has read, but that have not been written yet.
         self._stored_text: list[str] = []
         self._last_stored_text = ""  # The last characters of the stored text.
         # Whether a possible tool call inside the reasoning is stored, because a closing marker may
@@ -233,15 +233,15 @@ class ReasoningReader:
         """Decide whether `marker`, such as `<call>`, starts a tool call inside the reasoning.
 
             text                           next state
-            `<think>Use <call> here`       REASONING: no tool call follows, so `<call>` is kept as
-                                           reasoning
-            `<think>Hm<call>{"na`          None: more text is required
-            `<think>Hm<call>{"name": ..`   INTERRUPTED_REASONING: the tool call is reasoning if
-                                           `</think>` follows later. At the end of the message,
-                                           CONTENT: the tool call ends the reasoning
-            `<think><call>{"name": ..`     CONTENT: the tool call ends the empty reasoning
+            `<think>Use <call> here`       REASONING, because no tool call follows `<call>`
+            `<think>Hm<call>{"na`          None, because more text is required
+            `<think>Hm<call>{"name": ..`   INTERRUPTED_REASONING, because a later `</think>` would
+                                           show that the tool call is reasoning. If the message has
+                                           ended: CONTENT
+            `<think><call>{"name": ..`     CONTENT, because the tool call ends the empty reasoning
 
-        If the client receives reasoning as content, INLINE_REASONING replaces REASONING.
+        If the client receives the reasoning as content, the state INLINE_REASONING takes the place
+        of REASONING.
 
         Return the next state, or None if more text is required.
         """
@@ -254,8 +254,9 @@ class ReasoningReader:
     def _start_possible_call(self) -> State:
         """Return the state in which the matched tool call inside the reasoning is read.
 
-        The state is INTERRUPTED_REASONING if `</think>` may follow, because the tool call is then
-        a part of the reasoning. Otherwise the tool call ends the reasoning.
+        The state is INTERRUPTED_REASONING if `</think>` may follow. `</think>` would show that the
+        tool call is a part of the reasoning. If `</think>` cannot follow, or if there is no text
+        before the tool call, the tool call ends the reasoning.
         """
         # Inline reasoning is never empty, because it contains the opening marker.
         has_reasoning = self._text_writer.has_text_since_marker or self._is_inline
@@ -265,11 +266,11 @@ class ReasoningReader:
         return self._end_at_call()
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Test whether a tool call starts with `marker`, which is the next unread text.
+        """Match a tool call at `marker`, which is the next unread text. Do not read any text.
 
-        All text stays unread. Examples: the marker `<call>` in `<call>{"name"` is the start of a
-        tool call. The marker `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool
-        call must start after this marker.
+        The marker either is the start of a tool call, such as `<call>` in `<call>{"name"`, or
+        precedes all tool calls, such as `<calls>` in `<calls><call>{"name"`. In the second case, a
+        tool call must start after the marker.
 
         Return the header of the tool call, NEED_MORE or NO_MATCH. If the policy requires that tool
         calls come first, the reasoning contains no tool call, so the result is NO_MATCH.
@@ -320,10 +321,15 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _opens_reasoning_after_call(self, marker: str) -> bool:
-        """Return whether `marker`, after the stored text, opens a second block of reasoning.
+        """Return whether `marker`, such as `<think>`, opens a second block of reasoning.
 
-        Examples: `<think>` after `<call>f()</call>`, because it directly follows the tool call, and
-        any special token, such as `<|think|>`, because ordinary text contains no special token.
+        `marker` follows the stored text, which starts with a possible tool call. Examples:
+
+            stored text            marker        result
+            `<call>f()</call>`     `<think>`     True, because the marker follows a tool call
+            `<call>f() and then`   `<think>`     False, because the marker may be ordinary text
+            `<call>f() and then`   `<|think|>`   True, because a special token is never a part of
+                                                 ordinary text
         """
         if is_special_token(marker):
             return True

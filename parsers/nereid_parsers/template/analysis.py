@@ -267,12 +267,11 @@ def _describe_declaration(entry: QuarantineEntry) -> str:
 
 
 def _compare_declared_calls(turn: ModelTurn, *, renders_calls: bool) -> ToolFindings:
-    """Compare renderings of tool calls for the report. The format of the tool calls is declared.
+    """Find out whether one message can have several tool calls. Their format is declared.
 
-    The comparison "T1" adds a tool call to a message, and "T2" adds a second tool call. The result
-    states whether one message can have several tool calls. Its attribute `part` is None, because
-    the declared format already contains the form of the tool calls. `renders_calls` states whether
-    the template renders tool calls.
+    The report shows two comparisons: "T1" adds a tool call to a message, and "T2" adds a second
+    tool call. The attribute `part` of the result is None, because the format of the tool calls is
+    declared and need not be inferred. `renders_calls` is true if the template renders tool calls.
 
     Mutates: `turn.prober`, which records both comparisons.
     """

@@ -66,10 +66,10 @@ class _StorePaths(argparse.Action):
         values: str | Sequence[str] | None,
         _option: str | None = None,
     ) -> None:
-        """Store the paths, which are the words `values`, as `namespace.paths`.
+        """Store the paths in `values` as `namespace.paths`. Remove the word "inspect" before them.
 
-        A word "inspect" before the paths is removed: `inspect FILE` gives ["FILE"], as `FILE` does.
-        A single word "inspect" is itself the path of a file.
+        Examples: the arguments `inspect FILE` and `FILE` both give ["FILE"]. If "inspect" is the
+        only argument, it is the path of a file.
         """
         first, *others = list(values or ())
         starts_with_command = first == "inspect" and bool(others)

@@ -156,10 +156,11 @@ def _text_after_reasoning(
 
 
 def _wrapper_beside_calls(text_of_call: str, text_of_both: str) -> Wrapper | None:
-    """Return the markers around CONTENT_TEXT in `text_of_both`, an answer with content and a call.
+    """Return the markers around the content of messages with a tool call, or None.
 
-    The markers belong to the content if `text_of_call`, an answer with only a tool call, starts
-    with the same two markers, without content between them. Otherwise, return None.
+    The markers are those around CONTENT_TEXT in `text_of_both`, a rendered answer with content and
+    a tool call. They belong to the content only if `text_of_call`, a rendered answer without
+    content, starts with these two markers. Otherwise, the result is None.
 
     >>> _wrapper_beside_calls("<say></say><call>", f"<say>{CONTENT_TEXT}</say><call>")
     Wrapper(open='<say>', close='</say>')
@@ -203,9 +204,10 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     if reasoning is None:
         return text
     any_marker = "|".join(re.escape(marker) for marker in stripped_markers(reasoning))
-    # After a marker, only the white space with which the closing marker ends is removed, because
-    # any other white space belongs to the content. In an empty block of reasoning, this white space
-    # may also follow the opening marker. All white space before a marker is removed.
+    # All white space before a marker is removed. After a marker, only the white space at the end of
+    # `reasoning.close` is removed, because any other white space belongs to the content. Example:
+    # if `reasoning.close` is "</think>\n\n", two line breaks are removed after `</think>`, and also
+    # after `<think>`, because the block of reasoning may be empty.
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     marker_with_space = rf"\s*(?:{any_marker})(?:{space_after_close})?"
     return re.sub(rf"\A(?:{marker_with_space})+", "", text)
@@ -225,9 +227,9 @@ def stripped_markers(reasoning: Reasoning | None) -> list[str]:
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Return the markers that follow the content and end the message. Return [] if there are none.
 
-    `after` is the text after the content of an answer. The first marker in this text ends the
-    message. Any other text ends the message only if it also ends a user's message. There are five
-    cases:
+    `after` is the text after the content of an answer. If this text starts with a marker, the
+    marker ends the message. Other text, such as a second marker or a word, ends the message only if
+    the template writes the same text after a user's message. There are five cases:
 
         case   after an answer           after a user's message    result
         1      EOS_TOKEN                 any text                  []
@@ -306,7 +308,8 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     next_match = MARKER.match(after_content.removeprefix(turn_end))
     next_marker = "" if next_match is None else next_match.group()
     ends_user_message = after_user_message.startswith(turn_end + next_marker)
-    # A marker of the header opens the next message. No model writes the placeholder EOS_TOKEN.
+    # The next marker does not end the message if it is a marker of the header, which opens the next
+    # message, or the placeholder EOS_TOKEN, which no model writes.
     is_end_marker = next_marker not in ("", *markers(header), EOS_TOKEN)
     return [turn_end, next_marker] if ends_user_message and is_end_marker else [turn_end]
 

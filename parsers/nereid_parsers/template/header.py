@@ -117,8 +117,8 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     """
     answers = _rendered_answers(prober)
     turn_start = _find_turn_start(prober, prompts, answers)
-    # The header of a user's message has the same form as the header of an assistant message.
-    # Therefore, the user's header shows where the assistant's header ends and the answer starts.
+    # Except for the role, the header of a user's message has the same form as the header of an
+    # assistant message. Therefore, the user's header shows where the assistant's header ends.
     user_header = _user_header(_rendered_question(prober))
     return _drop_start_of_answer(turn_start, answers, user_header)
 
@@ -138,8 +138,9 @@ def _find_turn_start(prober: Prober, prompts: Sequence[str], answers: Sequence[s
     default_prompt = prober.render(_PROMPT) or question  # The template may fail to render a prompt.
     generation_prompt = _cut_generation_prompt(question, default_prompt)
     if not generation_prompt.strip():
-        # Some templates ignore `add_generation_prompt` and write the header after every question,
-        # as in `QUESTION<|end|><|assistant|>`. Then all text after the question opens the turn.
+        # Some templates ignore `add_generation_prompt`, and write the assistant's header after each
+        # question, as in `QUESTION<|end|><|assistant|>`. Then the start of the model's turn is the
+        # text after the question.
         return _prefix_of_all_answers(text_after_last(default_prompt, USER_TEXT), answers)
     prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
     return _prefix_in_all_renderings(generation_prompt, [*answers, *prompt_ends])
@@ -329,7 +330,7 @@ def _user_header(rendered_question: str) -> str:
         return ""
     last_role_start = roles[-1].start()
     starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
-    # A marker that contains the role starts before the role, too.
+    # A marker may contain the role, as in `<|user|>`. Such a marker starts before the role, too.
     starts_before_role = [start for start in starts if start <= last_role_start]
     return end_of_text[starts_before_role[-1] :] if starts_before_role else ""
 

@@ -193,7 +193,7 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
-    # The template renders the first way in which each family writes a tool call.
+    # A family may have several ways to write a tool call. Its templates render the first of them.
     keys_of_families = [_keys_of(family.calls[0]) for family in families]
     all_keys = [body.keys, *(keys for keys in keys_of_families if keys is not None)]
     accepted_keys = replace(

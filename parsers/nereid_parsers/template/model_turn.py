@@ -269,7 +269,8 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()  # A header without a marker cannot be distinguished from other text.
     prompt_end = _prompt_end_after_result(turn.prober)
-    # The template may not render a tool's result. Otherwise, the header may open the answer to it.
+    # If the template does not render a tool's result (`prompt_end` is None), or if the header also
+    # opens the answer after a tool's result, the parser needs only the header.
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = trailing_marker(_strip_suffixes(prompt_end, reasoning_markers))

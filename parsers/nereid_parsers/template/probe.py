@@ -140,10 +140,11 @@ class Prober:
         return variables
 
     def _set_undefined_variable(self, variable: str | None) -> bool:
-        """Set an undefined variable to "" from now on. Return whether this was possible.
+        """Set a variable to "" in all later renderings. Return whether the variable was set.
 
-        The result is False if the template failed for another reason (`variable` is None), if it
-        reads no variable with this name, or if the variable is already set to "".
+        The variable is not set in three cases: if `variable` is None, because the rendering failed
+        for another reason than an undefined variable; if the template reads no variable with this
+        name; and if an earlier call has already set the variable.
         """
         if variable not in self.template.names or variable in self._blank_variables:
             return False
@@ -238,11 +239,12 @@ class Prober:
         return None
 
     def find_call_form(self, content_form: InputForm) -> InputForm | None:
-        """Find a form of the input for which the template renders a complete tool call.
+        """Return the first form of the input for which the template renders a complete tool call.
 
-        The forms have the content of `content_form`, but different tool calls: for example, their
-        arguments are an object or a JSON string. The first form for which the template renders a
-        complete tool call is returned. The result is None if there is no such form.
+        The method tries several forms. All of them have the same form of the content, which is that
+        of `content_form`, but different forms of tool calls: for example, the arguments are an
+        object or a JSON string. The result is None if the template renders a complete tool call for
+        none of these forms.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)

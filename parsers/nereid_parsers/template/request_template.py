@@ -198,16 +198,16 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
-    """Remove the text that follows the last message, so that the model continues this message.
+    """Cut a rendered prompt at the end of the last message, which the model will continue.
 
-    Before the rendering, `_END_WORD` and a space were appended to the last message. The result ends
-    before `_END_WORD`:
+    Before the rendering, `_END_WORD` and a space were appended to the last message. The prompt is
+    cut before `_END_WORD`:
 
     >>> _cut_at_message_end(f"<assistant>Well, {_END_WORD} </assistant>", "Well, ")
     '<assistant>Well, '
 
-    If the space is missing in `rendered`, the template removes white space at the end of each
-    message. The result then also ends without white space:
+    If no space follows `_END_WORD` in `rendered`, the template removes white space at the end of
+    each message. White space at the end of the result is then removed, too:
 
     >>> _cut_at_message_end(f"<assistant>Well, {_END_WORD}</assistant>", "Well, ")
     '<assistant>Well,'

@@ -309,10 +309,13 @@ def record_two_calls(prober: Prober, two_calls: str) -> None:
 def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None:
     """Render a message with content and a tool call. Return the markup before the tool call.
 
-    Example: some templates write the content and the tool call as two turns, as in
-    "CONTENT<|end|><|start|>assistant<call>..". The result then contains `<|end|>`, which ends the
-    first turn, and the header `<|start|>assistant`, which opens the second turn. The result also
-    contains the text that opens the content, if other text opens it in messages without tool calls.
+    The result has two parts:
+
+    - Some templates write the content and the tool call as two turns, as in
+      "CONTENT<|end|><|start|>assistant<call>..". The first part of the result is then `<|end|>`,
+      which ends the first turn, and `<|start|>assistant`, which opens the second turn.
+    - Some templates open the content with a different text if a tool call follows. The second part
+      of the result is then this text.
 
     Return None if the template does not render both the content and the tool call.
     """
@@ -330,9 +333,12 @@ def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None
 def _opening_only_with_calls(renderer: CallRenderer, before_content: str) -> str:
     """Return the text that opens the content only in messages with a tool call, or "".
 
-    `before_content` is the text before the content of a message with a tool call. Examples, if
-    `<|answer|>` opens the content of messages without tool calls: the text `<|note|>` gives
-    `<|note|>`, and the text `<|answer|>` gives "".
+    `before_content` is the text before the content of a message with a tool call. In these
+    examples, `<|answer|>` opens the content of messages without tool calls:
+
+        before_content   result
+        `<|note|>`       `<|note|>`
+        `<|answer|>`     "", because this text does not depend on the tool call
     """
     if renderer.wrapper is None:
         return ""  # No text opens the content of messages without tool calls.

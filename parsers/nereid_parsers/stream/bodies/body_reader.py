@@ -102,9 +102,10 @@ class BodyReader:
 
     @property
     def has_all_arguments(self) -> bool:
-        """Whether the open tool call has all of its arguments, although its text is incomplete.
+        """Whether all arguments of the open tool call have been read.
 
-        Example: in `{"name": "f", "arguments": {"a": 1}, "id"`, the arguments are complete.
+        The tool call is still open, because other text must follow the arguments. Example: in
+        `{"name": "f", "arguments": {"a": 1}, "id"`, the arguments are complete.
         """
         return False
 

@@ -31,7 +31,8 @@ from nereid_parsers.tool_declarations import TaggedArguments
 # client receives no text, so the search is limited.
 _MAX_UNDECIDED_CHARS = 2048
 _NEVER = "(?!)"  # A regex that never matches.
-# Matches a closing marker without words, quotes and brackets, such as a line break, `;` or `,`.
+# Matches a closing marker of one or two characters, without letters, digits, quotes and brackets:
+# for example a line break, `;` or `,`.
 _SEPARATOR = re.compile(r"""(?:(?![\w"'`<>()\[\]{}]).){1,2}""", re.DOTALL)
 _NO_TOOLS = Tools(None)
 
@@ -52,8 +53,9 @@ class MarkerRole(Enum):
 class CompiledTag:
     r"""The regular expressions for one way to write an argument, such as `<p=a>1</p>`.
 
-    Example: for the declaration `<p={key}>\n` and `\n</p>` of a value such as `<p=a>\n1\n</p>`, the
-    opening is `<p={key}>`, the padding is `\n` and the closing marker is `</p>`.
+    Example: the text before a value is declared as `<p={key}>\n`, and the text after a value as
+    `\n</p>`. Then `opening` is the pattern `<p={key}>`, `padding` is `\n`, and `closing_marker` is
+    `</p>`. The value of the argument `<p=a>\n1\n</p>` is `1`.
 
     Attributes:
         opening: The pattern of the opening tag.
@@ -62,15 +64,16 @@ class CompiledTag:
         closing_marker: The closing marker, without white space.
         escapes: The kind of escape sequences in the value, see `TaggedArguments`.
         is_closed_by_separator: Whether the closing marker is a line break or punctuation, such as
-            `;` in `a=1; b=2`. A value may contain this text, and the last value may lack it.
+            `;` in `a=1; b=2`. A value may contain such a separator, and the separator may be
+            missing after the last value.
         may_be_escaped: Whether a backslash before the closing marker makes the marker a part of the
             value.
         find_end: A function that finds the closing marker (group "close") or an early end (group
-            "early"). An early end is a marker that follows a value without a closing marker. The
-            match includes the declared white space before the marker.
-        find_possible_end: A function like `find_end`, except that the function also finds an
-            incomplete marker at the end of the text. If the marker is incomplete, both groups are
-            empty.
+            "early"). An early end is another marker, such as `</call>`, before which the closing
+            marker may be missing. The match includes the declared white space before the marker.
+        find_possible_end: A function that does the same as `find_end`, and also finds an incomplete
+            marker at the end of the text, such as `</`. If the marker is incomplete, both groups
+            are empty.
     """
 
     def __init__(self, declaration: TaggedArguments, early_ends: tuple[str, ...]) -> None:
@@ -227,13 +230,14 @@ class CompiledTags:
         """Compile the regexes for arguments such as `<parameter=city>Paris</parameter>`.
 
         Args:
-            declaration: The declaration. `declaration.also` contains other ways to write a value.
+            declaration: Declares the text before and after each value. `declaration.also` declares
+                other ways to write a value.
             head: The pattern of the text before the arguments, such as `<function={name}>`.
             stop_markers: The markers that end the arguments, for example `</function>`.
             markers_between_calls: The markers that may separate the last value of a tool call from
                 the next header, for example `</function>` and `<tool_call>`.
-            next_call_start: The start of the header of the next tool call, such as `<function=`, if
-                the arguments end there. Otherwise "".
+            next_call_start: The start of a tool call's header, such as `<function=`, if the
+                arguments of the previous tool call end at this text. Otherwise "".
         """
         self.stop_markers = stop_markers
         self._declaration = declaration
@@ -290,13 +294,13 @@ class CompiledTags:
         with `<parameter={key}>`:
 
             text at `pos`        result
-            no text              None: the message has ended before the arguments.
-            `</function>`        None: this stop marker is a body without arguments.
             `<parameter=city>`   None
+            `</function>`        None, because the body may have no arguments
+            no text              None, because the message has ended (`is_final` is true)
             `<param`, `</func`   NEED_MORE
             `Paris`              NO_MATCH
 
-        If the message has not ended, the caller waits until there is text at `pos`.
+        If the message has not ended, the caller must wait until there is text at `pos`.
         """
         has_message_ended = is_final and pos == len(text)
         if has_message_ended:
@@ -310,8 +314,14 @@ class CompiledTags:
     ) -> int | Mismatch:
         """Match the text that ends the arguments: a stop marker, or the header of the next call.
 
-        Return a position if the arguments end at `pos`, as in `</function>`. Otherwise, return
-        NEED_MORE, as for `</func`, or NO_MATCH. `tools` are the offered tools, if they are known.
+        Examples for the stop marker `</function>`:
+
+            text at `pos`   result
+            `</function>`   `pos`, because the arguments end there
+            `</func`        NEED_MORE
+            `Paris`         NO_MATCH
+
+        For the header of the next tool call, see `match_next_call`.
         """
         if self.is_at_stop_marker(text, pos):
             return pos
@@ -324,12 +334,14 @@ class CompiledTags:
     ) -> int | Mismatch:
         r"""Match the header of the next tool call at `pos`, if the arguments end at this header.
 
-        The header must name one of the offered `tools`, if they are known. Examples for the header
-        `- {name}:` and the tool `f`:
+        If the offered `tools` are known, the header must name one of these tools. Examples for the
+        header `- {name}:` and the offered tool `f`:
 
-            `- f:`    the position after the header
-            `- `      NEED_MORE
-            `a: 1`    NO_MATCH, also for `- g:`
+            text at `pos`   result
+            `- f:`          the position after the header
+            `- `            NEED_MORE
+            `- g:`          NO_MATCH, because the tool `g` is not offered
+            `a: 1`          NO_MATCH
         """
         if not self._next_call_start:
             return NO_MATCH
@@ -388,11 +400,11 @@ class CompiledTags:
         return is_directly_before_opening and _is_offered(head, tools)
 
     def _match_later_call(self, text: str, is_final: bool, tools: Tools) -> TagOpening | Mismatch:
-        """Match markers such as `</call>`, the header of a tool call, and its first argument.
+        """Match the start of another tool call: markers such as `</call>`, a header, an argument.
 
-        Examples, if arguments look like `a=1`:
+        Examples for arguments such as `a=1`:
 
-            `</call><call>f a=1`   a `TagOpening`
+            `</call><call>f a=1`   the `TagOpening` of the argument `a`
             `</call><ca`           NEED_MORE
             `</call> text`         NO_MATCH
         """
@@ -432,7 +444,7 @@ class CompiledTags:
 
 
 def _is_offered(head: PatternMatch, tools: Tools) -> bool:
-    """Return whether a header names an offered function, or whether the tools are not known."""
+    """Return whether a header names an offered function. If `tools` is not known, return True."""
     return not tools.is_known or head.fields.get("name") in tools.parameters
 
 

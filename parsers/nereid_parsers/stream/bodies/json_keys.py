@@ -115,16 +115,18 @@ class KeyRoles:
         self._is_confirmed = is_confirmed
 
     def assign_role(self, path: str, *, is_object: bool) -> KeyRole:
-        """Determine the meaning of a key that was read. It decides how the value is read.
+        """Return the role of a key that was read. The role determines how the value is read.
 
-        If an undeclared key has the role ARGUMENTS or WRAPPER, a deviation is stored. Examples: in
-        `{"name": "f", "arguments": {}}`, the keys have the roles NAME and ARGUMENTS. In
-        `{"name": "f", "name": "g"}`, the second key is a repetition, so its role is IGNORED.
+        Examples: in `{"name": "f", "arguments": {}}`, the keys have the roles NAME and ARGUMENTS.
+        In `{"name": "f", "name": "g"}`, the second key is a repetition, so its role is IGNORED.
+
+        If the format does not declare the key, but the key has the role ARGUMENTS or WRAPPER, a
+        description of this deviation is stored.
 
         Args:
             path: The keys from the outermost object to the current key, joined by dots.
-            is_object: Whether the value of the key is an object. This is important only for a key
-                that the format does not declare.
+            is_object: Whether the value of the key is an object. The role of a declared key does
+                not depend on this.
         """
         declared_role = self._declared_roles.get(path)
         if declared_role is not None:
@@ -173,8 +175,9 @@ class KeyRoles:
     def _is_arguments_synonym(self, path: str) -> bool:
         """Return whether a key such as `input` is a synonym of the declared key of the arguments.
 
-        Example: if the format declares `function.arguments`, the path `function.input` is a
-        synonym, but the path `input` is not.
+        The synonym must be a key of the same object as the declared key. Example: if the format
+        declares the path `function.arguments`, the path `function.input` is a synonym, but the path
+        `input` is not.
         """
         is_synonym = _last_key(path) in _ARGUMENTS_KEYS
         return is_synonym and _parent_path(path) == _parent_path(self._keys.arguments)

@@ -59,8 +59,8 @@ class ObjectReader(StepReader):
         self._outer_keys: list[str] = []
         # The name, the id and the arguments that have been read.
         self._parts = CallParts()
-        # Decides what each key means. This object also reads `_parts`, because it ignores a
-        # repeated key.
+        # `_roles` decides what each key means. To ignore a repeated key, `_roles` looks up in
+        # `_parts` whether the name or the arguments have already been read.
         self._roles = create_roles(keys, self._parts, writer, is_confirmed=is_confirmed)
 
     def finish(self) -> None:
@@ -93,7 +93,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read a character where a key or the closing brace of the object can follow.
+        """Read one character at a place where a key or the closing brace of an object may follow.
 
             character at `pos`     effect
             white space or comma   The character and the white space after it are skipped. Several
@@ -258,11 +258,14 @@ class ObjectReader(StepReader):
         return end
 
     def _continue_after_scan(self) -> None:
-        """Update `status` and the next step after `_scanner` has read a piece of a value.
+        """Update `status` and `_next_step` after `_scanner` has read a piece of a value.
 
-        If the value is incomplete, the current step also reads the next piece of text. If the value
-        is not valid JSON, `status` becomes BROKEN. If the value is complete, the next step reads
-        the next key.
+        The effect depends on the value:
+
+            value            effect
+            incomplete       The current step also reads the next piece of the value.
+            not valid JSON   `status` becomes BROKEN.
+            complete         The next step reads the next key or the closing brace.
         """
         if self._scanner.status is MORE:
             return

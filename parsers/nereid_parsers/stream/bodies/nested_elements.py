@@ -38,23 +38,24 @@ class ElementKind(Enum):
 
 @dataclass(slots=True)
 class Element:
-    """An open element, for example `<city>Paris`. Its closing tag has not been read yet.
+    """An element whose closing tag has not been read yet, for example `<city>Paris`.
 
-    Several children of one name become one array. Therefore the value of a child is not written
-    when the child closes, but when a child with another name opens.
+    Successive children with the same name become the items of one JSON array. Therefore, the value
+    of a child is stored when the child closes, and is written when a child with another name opens
+    or when the parent closes.
 
     Attributes:
         name: The name in the element's tags. "" for the object that contains all arguments.
         schema: The JSON schema of the element's value.
         types: The JSON types that the schema allows, or None if the schema declares no type.
-        lacks_own_key: Whether no JSON key has been written for this element, because the previous
-            sibling has the same name, so that the two may become the items of one array.
+        lacks_own_key: Whether no JSON key has been written for this element. The reason is that the
+            previous sibling has the same name, so the two elements may become items of one array.
         kind: The kind of the element's value.
         text_pieces: The stored text of an element of kind VALUE.
         num_children: The number of children whose key has been written.
         last_child: The name of the child element that was opened last.
-        stored_values: The JSON texts of the closed children with the name `last_child` that have
-            not been written.
+        stored_values: The values of closed children that have not been written yet, as JSON texts.
+            All these children have the name `last_child`.
     """
 
     name: str

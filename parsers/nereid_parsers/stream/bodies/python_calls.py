@@ -18,7 +18,7 @@ from nereid_parsers.stream.values.python_literals import LiteralReader
 from nereid_parsers.stream.values.python_strings import KEYWORD, PYTHON, Dialect
 from nereid_parsers.tool_declarations import PythonCalls
 
-# A function may have a name that Python does not allow, such as `3d-render` or `docs:search`.
+# Matches the name of a function. The name need not be valid in Python: `3d-render`, `docs:search`.
 _match_function_name = re.compile(r"\w[\w.\-:/]*").match
 _match_keyword = re.compile(KEYWORD).match
 # Matches the opening bracket and the start of the arguments: `()` or `(a=1`, but not `(a == 1`.
@@ -219,7 +219,8 @@ class PythonCallsReader(StepReader):
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = call_end
-        # A complete tool call shows that the other members of the list are tool calls, too.
+        # After a complete tool call, the next members of the list are tool calls, too, even if the
+        # request does not offer their functions.
         self._is_confirmed = True
         is_in_list = bool(self._separator or self._closing_bracket)
         if is_in_list:

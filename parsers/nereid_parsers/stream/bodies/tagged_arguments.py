@@ -170,16 +170,18 @@ class TaggedReader(StepReader):
             self._next_step = self._store_value
 
     def _find_piece(self, text: str, pos: int) -> _ValuePiece:
-        """Find the text of the current value in the unread text `text[pos:]`.
+        """Find the next piece of the current value. The piece starts at `text[pos]`.
 
         A value usually ends at its closing marker. If the model has omitted the closing marker, the
-        value ends early, before another marker. Examples for the closing marker `</p>` and `pos=0`:
+        value ends before another marker, such as `</call>`. Examples for the closing marker `</p>`
+        and `pos=0`:
 
             text         result
-            `a</p>`      `end=1, next_pos=5`: the value ends.
-            `a</`        `end=1, next_pos=None`: `</` may become the closing marker.
-            `ab`         `end=2, next_pos=None`: the value may continue.
-            `a</call>`   `end=1, next_pos=1, lacks_closing_marker=True`: the value ends early.
+            `a</p>`      `end=1, next_pos=5`, because the value ends with this piece
+            `a</`        `end=1, next_pos=None`, because `</` may become the closing marker
+            `ab`         `end=2, next_pos=None`, because the value may continue
+            `a</call>`   `end=1, next_pos=1, lacks_closing_marker=True`, because the value ends
+                         before `</call>`
         """
         tag = self._value.tag
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
@@ -213,14 +215,15 @@ class TaggedReader(StepReader):
                 return _ValuePiece(piece_end, next_pos=None)
 
     def _piece_before_closing_marker(self, marker: re.Match[str], text: str) -> _ValuePiece | None:
-        """Return the piece of the value before its closing marker.
+        """Return the piece of the value before the closing marker, which `marker` matches.
 
-        If the closing marker is only a separator, such as `;`, the value may contain it. Then the
-        value ends only if another argument or a stop marker follows:
+        Return None if `marker` is a part of the value. This is possible if the closing marker is a
+        separator, such as `;`. A separator ends the value only if another argument or a stop marker
+        follows. Examples:
 
-            `x; b=2`     the piece `x`, with which the value ends
-            `x; y`       None, because the value contains the separator
-            `x; `        the piece `x`, after which the value may continue
+            `x; b=2`   the piece `x`. The value ends, because the argument `b` follows.
+            `x; y`     None, because `; y` is a part of the value
+            `x; `      the piece `x`. More text is required to decide whether the value ends.
         """
         piece_end = marker.start()  # The match starts with the white space before the marker.
         role = MarkerRole.AFTER_VALUE
@@ -235,8 +238,12 @@ class TaggedReader(StepReader):
                 return _ValuePiece(piece_end, next_pos=marker.end())
 
     def _role_of_separator(self, text: str, pos: int) -> MarkerRole:
-        """Decide whether a separator, such as `;`, follows the value. It ends before `pos`."""
-        # Without the limit, a long value with many separators would take quadratic time.
+        """Decide whether the separator before `pos`, such as `;`, is a part of the value.
+
+        If the separator is not a part of the value, the value ends before the separator.
+        """
+        # Only a limited number of characters is examined. Otherwise, a long value with many
+        # separators would take quadratic time.
         next_chars = text[pos : pos + _MAX_CHARS_AFTER_SEPARATOR]
         is_complete = self.is_final or len(next_chars) == _MAX_CHARS_AFTER_SEPARATOR
         after = next_chars.lstrip()

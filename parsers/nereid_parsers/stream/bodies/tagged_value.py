@@ -13,8 +13,8 @@ from nereid_parsers.stream.values.argument_types import Tools
 from nereid_parsers.stream.values.json_text import escape_surrogates, to_json
 from nereid_parsers.stream.values.nested_values import nested_tags_to_json
 
-# JSON values, and the words True, False, None, NaN and Infinity, start with one of these
-# characters. A text with any other first character, except white space, can only be a string.
+# The first characters of JSON values, and of the words True, False, None, NaN and Infinity. If the
+# text of a value starts with another character that is not white space, the value is a string.
 _FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI')
 _STRING_ONLY = frozenset({"string"})
 _STRING_OR_NULL = frozenset({"string", "null"})
@@ -130,7 +130,8 @@ class TaggedValue:
         if self.types == _STRING_OR_NULL:
             return not self._may_become_null()
         allows_string = self.types is None or "string" in self.types
-        # Only the first character is examined, because joining all pieces each time would be slow.
+        # Only the first character is examined. To examine the whole text, all pieces would have to
+        # be joined after each new piece, which would be slow.
         first_char = self.pieces[0][0]
         may_be_json = first_char in _FIRST_CHARS_OF_JSON or first_char.isspace()
         return allows_string and not may_be_json
@@ -138,7 +139,8 @@ class TaggedValue:
     def _may_become_null(self) -> bool:
         """Return whether the stored text is `null` or `None`, or a prefix of one of these words.
 
-        White space around the word is ignored, as in `to_json`.
+        White space at both ends of the text is ignored, because `to_json` ignores this white space,
+        too.
         """
         if self.pieces[-1].isspace():  # It would be slow to join the pieces for each space.
             return True

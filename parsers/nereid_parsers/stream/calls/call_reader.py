@@ -253,7 +253,11 @@ class CallReader:
         return None if next_opening is NEED_MORE else self._leave_start()
 
     def _leave_start(self) -> State:
-        """Remove text that starts no tool call, or write it as content. Return the next state."""
+        """Leave text that looked like a tool call's start, but is not one. Return the next state.
+
+        If the message ends inside this text, as in `<tool_call>{`, the text is removed. Otherwise,
+        the text is content, as in `<tool_call> is a tag`.
+        """
         # No client can use `<tool_call>{` at the end of the message. But `{` alone may be content.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
@@ -261,14 +265,14 @@ class CallReader:
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_opening_chars)
 
     def _find_next_opening(self) -> str | Mismatch:
-        """Return the next opening marker after an opening marker that starts no tool call.
+        """Return the opening marker that directly follows an opening marker without a tool call.
 
-        The first marker may be read already. White space may precede the second marker. Examples
-        for the marker `<call>`:
+        The first of the two markers may already have been read. White space between the two markers
+        is skipped. Examples for the marker `<call>`:
 
             unread text      result
             `<call><call>`   `<call>`
-            `<call><ca`      NEED_MORE. At the end of the message: NO_MATCH
+            `<call><ca`      NEED_MORE, or NO_MATCH at the end of the message
             `<call> is`      NO_MATCH
         """
         buffer = self._buffer
@@ -286,7 +290,7 @@ class CallReader:
         return _longest_marker_at_start(rest, openings, is_final=buffer.is_final)
 
     def _position_after_opening(self) -> int:
-        """Return the position after the unread opening of the tool call and after white space."""
+        """Return the position after the unread opening marker and the white space after it."""
         opening_end = self._buffer.pos + len(self._expected.unread_opening)
         return skip_whitespace(self._buffer.text, opening_end)
 
@@ -490,10 +494,15 @@ class CallReader:
 
 
 def _longest_marker_at_start(text: str, markers: list[str], *, is_final: bool) -> str | Mismatch:
-    """Return the longest of `markers` with which `text` starts, or NO_MATCH.
+    """Return the longest marker with which `text` starts. Return NO_MATCH if there is none.
 
-    If `text` may become a longer marker, because more text may follow (`is_final` is false), return
-    NEED_MORE. Example: for the markers `<a>` and `<a><b>`, the text `<a><` gives NEED_MORE.
+    Return NEED_MORE if more text may follow (`is_final` is false), and could complete a longer
+    marker. Examples for the markers `<a>` and `<a><b>`:
+
+        text     result
+        `<a>x`   `<a>`
+        `<a><`   NEED_MORE, because the marker `<a><b>` may follow
+        `x`      NO_MATCH
     """
     may_become_longer = any(len(text) < len(each) and each.startswith(text) for each in markers)
     if may_become_longer and not is_final:

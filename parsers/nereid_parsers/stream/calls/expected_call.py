@@ -33,12 +33,14 @@ class MatchedCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCall:
-    """A tool call that may start at the current position. `match` tests whether it really starts.
+    """A tool call that may start at the current position. `match` decides whether it starts there.
 
     Attributes:
-        variants: The possible variants, in the order in which they are tried.
-        unread_opening: The unread text that is content if no tool call starts: a marker, or the
-            first character of a tool call without a marker. "" if the marker has been read.
+        variants: The ways to write a tool call that are possible here. `match` tries them in this
+            order.
+        unread_opening: The first unread text of the tool call: the opening marker, or the first
+            character of a tool call without a marker. This text becomes content if no tool call
+            starts. "" if the marker has already been read.
         is_confirmed: Whether a marker shows that the text is a tool call. If no marker shows this,
             the text is a tool call only if the request offers the function.
     """

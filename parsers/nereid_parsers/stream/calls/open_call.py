@@ -76,8 +76,8 @@ class OpenCall:
     def read(self) -> Outcome | None:
         """Read the next part of the body. Return the outcome, or None if the body has not ended.
 
-        The body reader parses the part, and passes the arguments to the CallWriter, which appends
-        events. The TextWriter then receives the text of the part.
+        The body reader parses this part of the body. It passes the arguments to the CallWriter,
+        which appends events. Afterwards, the TextWriter receives the text that was parsed.
         """
         buffer = self._buffer
         self._body_reader.is_final = buffer.is_final
@@ -88,14 +88,17 @@ class OpenCall:
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _pass_to_text_writer(self, part_start: int, was_call_open: bool) -> None:
-        """Pass the part of the body that was just read to the TextWriter, for the trace.
+        """Pass the part of the body that was just read to the TextWriter.
+
+        The TextWriter removes the text of a tool call from the output. It stores other text as
+        pending text, because later text decides whether a tool call starts. Examples of parts:
+
+            `{"name": "f", "arguments": {`   text of a tool call, which has started and is open
+            `}}`                             text of a tool call, which has ended
+            `{"na`                           pending text, because no tool call has started
 
         The part starts at `part_start`, and ends at the position of the buffer. `was_call_open` is
-        true if a tool call was open before the part. Examples of three parts of one body:
-
-            `{"name": "f", "arguments": {`   text of the tool call, which has started and is open
-            `}}`                             text of the tool call, which has ended
-            `{"na`                           pending text, because no tool call has started
+        true if a tool call was open before the part.
         """
         part = self._buffer.text[part_start : self._buffer.pos]
         if self._call_writer.is_open:
@@ -123,7 +126,7 @@ class OpenCall:
         end_of_list_member = self._body_reader.last_call_end
         if end_of_list_member is not None:
             return end_of_list_member
-        # A call that started and ended inside the part was not open before the part.
+        # If a whole call starts and ends inside the part, `was_call_open` is false.
         contains_whole_call = self._body_reader.status is DONE
         has_call_ended = was_call_open or contains_whole_call
         return self._buffer.pos if has_call_ended else None
@@ -179,14 +182,14 @@ class OpenCall:
         return Outcome.ENDED if has_ended_at_marker else Outcome.BROKEN
 
     def end_at_marker_in_arguments(self) -> bool:
-        """If the tool call's incomplete arguments contain a closing marker, end the call there.
+        """End the tool call at a closing marker that was read as a part of incomplete arguments.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
-        `</call> Hi` is put back into the buffer, so that the parser reads it again.
+        `</call> Hi` is put back into the buffer, so that the parser reads this text again.
 
-        Return whether the tool call has ended. It stays open if no stored arguments contain a
-        marker.
+        Return whether the tool call has ended. If the stored arguments contain no closing marker,
+        the tool call stays open.
         """
         if not self._may_cut_arguments():
             return False
@@ -213,14 +216,15 @@ class OpenCall:
     def read_invalid_rest(self) -> bool:
         """Read the rest of a tool call that is not valid, up to the next marker.
 
-        If the arguments are incomplete, the rest is written as a part of them. The marker stays
-        unread. Examples:
+        The rest starts at the first character that is not valid. If the arguments were incomplete
+        at this character, the rest is appended to the arguments. Otherwise, the rest is removed.
+        The marker stays unread. Examples:
 
-            text of the tool call                     rest    effect
-            `{"a": [1}</call>`                        `}`     written, because `]` is missing
-            `{"name": "f", "arguments": {}]</call>`   `]`     not written
+            text of the tool call                     rest   effect on the rest
+            `{"a": [1}</call>`                        `}`    appended to the arguments `{"a": [1`
+            `{"name": "f", "arguments": {}]</call>`   `]`    removed, because `{}` is complete
 
-        Return whether a marker was found, which ends the tool call.
+        Return whether a marker was found. If so, the tool call has ended.
         """
         rest_end, marker = self.variant.end_of_invalid_arguments.find(self._buffer)
         if rest_end > self._buffer.pos:
@@ -237,14 +241,15 @@ class OpenCall:
         return BROKEN_AFTER_ARGUMENTS if self._body_reader.has_all_arguments else BROKEN_ARGUMENTS
 
     def finish(self) -> bool:
-        """At the end of the message, end an open tool call. Return whether the body has tool calls.
+        """End the body, because the message ends. Return whether the body ends with a tool call.
 
+        If the result is False, the caller removes the pending text, or writes it as content.
         Examples of bodies at the end of the message:
 
-            `{"name": "f", "arguments": {"a"`     True: the open tool call is ended.
-            `[{"name": "f", "arguments": {}},`    True: the list contains a complete tool call.
-            `{"na`                                False: no tool call has started. The caller
-                                                  removes the text, or writes it as content.
+            body                                 result
+            `{"name": "f", "arguments": {"a"`    True. The open tool call is ended.
+            `[{"name": "f", "arguments": {}},`   True. The pending text `,` is removed.
+            `{"na`                               False, because no tool call has started.
         """
         # The body reader ends an open tool call, and sets `status` to DONE. The status is also DONE
         # if the body is a list of tool calls that lacks only its closing bracket.

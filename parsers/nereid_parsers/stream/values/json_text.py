@@ -117,7 +117,7 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         return False
     if "string" in types:
         return True
-    # The value has none of the allowed types.
+    # Neither the value nor a string has one of the allowed types.
     return _may_be_ordinary_text(json_type, types)
 
 
@@ -127,13 +127,14 @@ def _fits(json_type: str, types: frozenset[str]) -> bool:
 
 
 def _may_be_ordinary_text(json_type: str, types: frozenset[str]) -> bool:
-    """Return whether the model may have meant a value as text, although `types` allows no string.
+    """Return whether a value of the type `json_type` may be ordinary text, which becomes a string.
 
-    The value has none of the allowed `types`, so no result can be valid. Examples:
+    The allowed `types` contain neither `json_type` nor "string". Therefore, the argument is not
+    valid in either case, and the more probable meaning of the value decides. Examples:
 
         value                  allowed types   result
         `null`, `[1]`, `{}`    integer         False, because ordinary text rarely has this form
-        `1.5`                  integer         False, because an integer was probably meant
+        `1.5`                  integer         False, because the model probably meant a number
         `1.5`, `12`, `true`    array           True
     """
     if json_type in ("null", "array", "object"):

@@ -396,11 +396,11 @@ class LiteralReader:
 
 
 def _complete_word(match: re.Match[str], is_final: bool) -> str | Mismatch:
-    """Return the matched word, NEED_MORE if it is incomplete, or NO_MATCH if it is not valid.
+    """Return the matched word, or NEED_MORE if the word may be incomplete.
 
-    A word at the end of the text is incomplete: `Tru` may become `True`. If `is_final` is true, no
-    more text will arrive, so each word is complete. An empty word and a very long incomplete word
-    are not valid.
+    A word at the end of the text may be incomplete, because `Tru` may become `True`. If `is_final`
+    is true, no more text will arrive, so each word is complete. Return NO_MATCH if the word is
+    empty, or if it is incomplete and very long.
     """
     word = match.group()
     is_incomplete = match.end() == len(match.string) and not is_final

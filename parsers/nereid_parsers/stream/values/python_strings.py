@@ -24,8 +24,8 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
-# A regex for the name of an argument. A tool may have names that Python does not allow, such as
-# `Content-Type` or `$filter`.
+# A regex for the name of an argument. The name need not be valid in Python: a tool may have an
+# argument with a name such as `Content-Type` or `$filter`.
 KEYWORD = r"[\w$@][\w.\-:/$@]*"
 # Each of these regexes matches a text that can follow the closing quote of a string, such as `,`.
 # The regexes also match at the end of the received text (`\Z`), because the missing characters may
@@ -192,7 +192,8 @@ class StringReader:
             if text_after is None:  # The quote is a part of the string.
                 self._output.append(escape_json(self._quote))
                 return quote_end
-            # If the match ends at the end of the text, later characters may change the decision.
+            # If the match ends at the end of the text, later characters may still show that the
+            # quote is a part of the string.
             may_change = text_after.end() == len(text) and len(text) < max_end
             if may_change and not is_final:
                 return pos

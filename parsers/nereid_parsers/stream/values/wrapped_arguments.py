@@ -154,15 +154,16 @@ class WrapperFilter:
         return text
 
     def finish(self) -> str:
-        """At the end of the arguments, return the stored text. Remove a superfluous outer object.
+        """Return the stored text at the end of the arguments, without a superfluous outer object.
 
-        If an outer object is removed, `is_unwrapped` becomes True.
-        The opening brace of the arguments has already been passed on, so neither the stored text
-        nor the result contains this brace. Examples:
+        If the outer object is removed, `is_unwrapped` becomes True. Examples:
 
             stored text                 result
-            `"arguments": {"a": 1}}`    `"a": 1}`
+            `"arguments": {"a": 1}}`    `"a": 1}`, because the outer object is superfluous
             `"arguments": 1, "b": 2}`   the stored text, because the outer object has two members
+
+        The texts in the examples lack the opening brace of the arguments, because this brace has
+        already been written.
         """
         stored_text = "".join(self._stored_parts)
         if self._position is not _Position.INSIDE_WRAPPER:

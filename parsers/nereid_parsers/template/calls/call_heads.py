@@ -48,8 +48,9 @@ class _HeaderForm(NamedTuple):
 
     Attributes:
         head: The pattern of the header, such as `<call>{name}:{number}`.
-        id: The template of the tool call's id, such as `{name}:{number}`. The parser fills in the
-            fields of the header. If the header lacks one of the fields, the tool call has no id.
+        id: The template of the tool call's id, such as `{name}:{number}`. The parser replaces each
+            field with the text of this field in the header. If a field is missing in the header,
+            the tool call has no id.
     """
 
     head: str
@@ -97,8 +98,9 @@ def _split_text_before_name(text: str, body: ArgumentsBody) -> _TextBeforeName:
     without_space = text.lstrip()
     marker = _opening_marker(without_space)
     if _starts_each_argument(marker, body):
-        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` also precedes the argument `a`, so it does
-        # not show where a tool call starts. Therefore, the marker becomes a part of the header.
+        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` precedes both the name `f` and the argument
+        # `a`. Alone, this marker does not show that a tool call starts, so it becomes a part of the
+        # header `<|sep|>{name}`.
         return _TextBeforeName(opening="", head_start=text)
     head_start = without_space.removeprefix(marker).lstrip()
     return _TextBeforeName(opening=text.removesuffix(head_start), head_start=head_start)
@@ -136,17 +138,19 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 def _forms_of_header(head: str) -> list[_HeaderForm]:
     """Return the forms in which a model may write the header of a tool call.
 
-    `head` is the pattern of the rendered header. Most headers, such as `<call>{name}`, have only
-    this form. Some templates render a numbered id, such as `functions.f:0`, instead of the name
-    `f`. A model may then write the id, the id without "functions.", or only the name:
+    `head` is the pattern of the header that the template renders. Usually, as for `<call>{name}`,
+    models write only this form. Some templates render a numbered id, such as `functions.f:0`,
+    instead of the name `f`. A model may then write the id, the id without "functions.", or only the
+    name:
 
     >>> for form in _forms_of_header("<call>functions.{name}:{number}"): print(form)
     _HeaderForm(head='<call>functions.{name}:{number}', id='functions.{name}:{number}')
     _HeaderForm(head='<call>{name}:{number}', id='{name}:{number}')
     _HeaderForm(head='<call>{name}', id='{id}')
 
-    The parser builds the id of the tool call from the attribute `id`. `{id}` means that the id is
-    the text of the field `{id}` in the header, if there is this field.
+    The attribute `id` is the template of the tool call's id. The template `{id}` means that the
+    header has a field for the id. In this example, the last header has no such field, so a tool
+    call with this header has no id.
     """
     before_id, numbered_id, after_id = head.partition(_NUMBERED_ID)
     if not numbered_id:

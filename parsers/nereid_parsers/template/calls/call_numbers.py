@@ -30,16 +30,16 @@ class _NumberGaps(NamedTuple):
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
     r"""Replace the number of each tool call, such as `0` in `0 zqFirstTool`, with a placeholder.
 
-    The placeholder is COUNTER_MARK ("\ufdd0"). With the placeholder, two tool calls differ only in
-    their names and arguments:
+    The placeholder is COUNTER_MARK ("\ufdd0"). After the replacement, the texts of two tool calls
+    differ only in their names and arguments:
 
     >>> two_calls = "0 zqFirstTool, 1 zqSecondTool"
     >>> texts = CallTexts("0 zqFirstTool", two_arguments="", number="", two_calls=two_calls)
     >>> mask_call_numbers(texts).one_call
     '\ufdd0 zqFirstTool'
 
-    Other digits, as in the tag `<h1>`, remain unchanged. Without two tool calls, the numbers are
-    unknown, so the result is `texts`.
+    Other digits, as in the tag `<h1>`, remain unchanged. If a message can have only one tool call,
+    the numbers cannot be found, so `texts` is returned unchanged.
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.

@@ -153,17 +153,21 @@ def _declare_separate_calls(
 def _declare_object_and_array(
     keys: Keys | NameIsKey, single_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
-    """Describe a template that writes one tool call as an object, but several calls as an array.
+    """Declare the tool calls of a template that writes one call as an object, two as an array.
 
-    A model may write both forms, so the result declares the array and the object. `single_object`
-    is the JSON of the first column, `array` that of the second, and `keys` are their keys:
+    A model may write both forms, so the result declares the array and the object. Examples:
 
         one tool call          two tool calls                  declared object
         `<call>{..}</call>`    `<call>[{..}, {..}]</call>`     `{..}`
         `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`   `<call>{..}</call>`
 
-    In the first case, `<call>` and `</call>` are declared once as the markers around the list of
-    tool calls, so neither the array nor the object declares these markers again.
+    In the first example, the result declares `<call>` and `</call>` as the markers around all tool
+    calls of a message. Therefore, the declaration of the object does not contain these markers.
+
+    Args:
+        keys: The JSON keys of a tool call.
+        single_object: The JSON in the rendering of one tool call, and the text around this JSON.
+        array: The JSON in the rendering of two tool calls, and the text around this JSON.
     """
     array_format = _declare_one_array(keys, array)
     has_equal_markers = single_object.before.strip() == array_format.markup.open.strip()
@@ -294,11 +298,12 @@ def _contains_call(value: object, name: str) -> bool:
 def _is_call(member: object, name: str) -> bool:
     """Return whether `member` is a JSON object that calls the function `name`.
 
-    `name` must be an invented word, such as "zqFirstTool", which no argument has as its value. The
-    object contains the name in one of two places:
+    The object contains the name in one of two places:
 
-        {"f": {"a": 1}}              the key of an inner object with the arguments
-        {"function": {"name": "f"}}  the string value of any key, also in inner objects
+        {"f": {"a": 1}}               the key of an inner object, which contains the arguments
+        {"function": {"name": "f"}}   the value of any key of the object or of an inner object
+
+    `name` must be an invented word, such as "zqFirstTool", that is not the value of an argument.
 
     >>> _is_call({"f": {"a": 1}}, "f"), _is_call({"function": {"name": "f"}}, "f")
     (True, True)

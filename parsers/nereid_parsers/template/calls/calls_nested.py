@@ -107,11 +107,11 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(markup: ListMarkup, marker: str) -> ListMarkup:
-    """Move the marker at the end of `item_close` to the start of the tags that follow the marker.
+    """Move the marker at the end of `item_close` to the start of the next tags.
 
     Example: in `@@<all>@@<c>f..@@</c>@@<c>g..@@</c>@@</all>`, the marker `@@` precedes every tag.
-    In `markup`, the closing text of a call is `@@</c>@@`, because this text follows both calls. But
-    its second `@@` belongs to the next tag, which is the second `<c>` or `</all>`:
+    Because `@@</c>@@` follows each of the two calls, `markup.item_close` is `@@</c>@@`. But the
+    second `@@` of this text belongs to the next tag, which is `<c>` or `</all>`:
 
     >>> markup = ListMarkup("@@<all>@@", item_open="<c>", item_close="@@</c>@@", close="</all>")
     >>> fixed = _move_marker_to_next_tag(markup, "@@")

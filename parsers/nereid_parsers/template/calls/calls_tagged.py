@@ -203,11 +203,14 @@ def _add_escapes(tags: TaggedArguments, rendered_call: str) -> TaggedArguments:
 
 
 def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArguments:
-    """Infer the tags around the value of an argument. Strings and numbers may have different tags.
+    """Infer the tags around the value of an argument, which is a string or a number.
 
     Example: if a template writes the string `<p k="a">x</p>` and the number `<p k="a">41</p>`, the
-    result contains the tags `<p k="{key}">` and `</p>`. `texts` are the rendered tool calls, and
-    `markup` is the text around their names, keys and strings.
+    result contains the tags `<p k="{key}">` and `</p>`. If strings and numbers have different tags,
+    see `_add_tags_of_number`.
+
+    `texts` are the rendered tool calls. `markup` is the text around the names, keys and string
+    values in these tool calls.
     """
     arguments = markup.arguments
     around_string = _TextAroundArgument(
@@ -223,10 +226,10 @@ def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArgument
 
 
 def _text_around_number(call: str, arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Return the texts around the argument of a rendered tool call, if this argument is "41".
+    """Return the texts around the only argument of a rendered tool call, which is the number 41.
 
-    Return None if the template does not render the number 41 as "41". `arguments` is the markup of
-    arguments that are strings.
+    Return None if `call`, the rendered tool call, does not contain the number as the text "41".
+    `arguments` is the markup of arguments that are strings.
     """
     around_number = _text_around_argument(call, _NUMBER_TEXT)
     if around_number is None:
@@ -242,10 +245,10 @@ def _add_tags_of_number(
     around_string: _TextAroundArgument,
     around_number: _TextAroundArgument,
 ) -> TaggedArguments:
-    """Add the tags around a number to `string_tags`, the tags around a string.
+    """Return the tags around strings and numbers. `string_tags` are the tags around strings.
 
-    `around_string` and `around_number` are the texts around two rendered arguments, a string and a
-    number. There are three cases:
+    `around_string` are the texts around a string in a rendered tool call, and `around_number` are
+    the texts around a number. There are three cases:
 
         case   string                      number                       opening tags in the result
         1      <p k="a" type="str">x</p>   <p k="a" type="int">41</p>   <p k="{key}" type="{type}">
@@ -283,8 +286,9 @@ def _closing_tag_of_number(after_number: str, after_string: str, string_close: s
         after_string: The text from the end of a string to the end of a tool call.
         string_close: The closing tag of a string, and the closing quote before the tag, if any.
     """
-    # `common_end` consists of whole tags. In the first example, it is `</call>`. In the second
-    # example, it is `</arg></call>`, so the two closing tags are equal.
+    # The common end of the two texts consists of whole tags. In the first example of the docstring,
+    # the common end is `</call>`, so the closing tags differ. In the second example, the common end
+    # is `</arg></call>`, so the closing tags are equal.
     common_end = common_suffix(after_number, after_string)
     if common_end != after_number:
         return after_number.removesuffix(common_end)

@@ -61,9 +61,10 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
 
 
 def markup_of_calls(before: str, between: str, after: str) -> ListMarkup:
-    r"""Infer the markup of a list of two tool calls, like `list_markup`.
+    r"""Infer the markup of a list of two tool calls from the text around the tool calls.
 
-    White space alone opens no tool call. It becomes a part of `open` and of the separator:
+    The function does the same as `list_markup`, except that white space alone is not treated as the
+    opening text of a tool call. Such white space becomes a part of `open` and of `separator`:
 
     >>> markup_of_calls("<calls>\n", ";\n", "\n</calls>")
     ListMarkup(open='<calls>\n', item_open='', item_close='', separator=';\n', close='\n</calls>')

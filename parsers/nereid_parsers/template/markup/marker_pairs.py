@@ -34,9 +34,9 @@ _OPEN_CLOSE_WORDS = (
 
 
 _CLOSE_OPEN_WORDS = tuple((close_word, open_word) for open_word, close_word in _OPEN_CLOSE_WORDS)
-# These rules are used after all others, because few templates add "end" to the name of a marker, as
-# in `<|think|>` and `<|think_end|>`, or `<think>` and `<end_of_think>`. Some markers contain the
-# character `▁` instead of `_`.
+# These rules add "end" to the name of a marker: `<|think_end|>` closes `<|think|>`, and
+# `<end_of_think>` closes `<think>`. They are used after all other rules, because few templates have
+# such markers. Some of these markers contain the character `▁` instead of `_`.
 _CLOSING_RULES_WITH_END = tuple(
     (r"(<[|｜]?)(\w+)([|｜]?>)", replacement.replace("_", space))
     for replacement in (r"\1end_\2\3", r"\1end_of_\2\3", r"\1\2_end\3")
@@ -51,10 +51,10 @@ _OPENING_RULES_WITH_END = (
 def closing_spellings(marker: str) -> list[str]:
     """Return the closing markers that may belong to an opening marker: `</think>` for `<think>`.
 
-    For some opening markers, templates spell the closing marker in several ways. The result then
-    contains all these spellings: first the spellings with other punctuation, such as a slash, then
-    the spellings with another word, and then the spellings with the additional word "end". The
-    result is [] if there is no such spelling.
+    Different templates derive the closing marker from the opening marker in different ways. The
+    result contains the closing markers for all known ways, in this order: other punctuation, such
+    as a slash; another word, such as END instead of START; the additional word "end". The result is
+    [] if no closing marker can be derived.
 
     >>> closing_spellings("<think>")[:3]
     ['</think>', '<end_think>', '<end▁think>']
@@ -100,7 +100,10 @@ def _markers_of_pair(
 
 
 def _replace_by_rules(marker: str, rules: Iterable[tuple[str, str]]) -> list[str]:
-    r"""Return the replacement of each rule whose regular expression matches `marker`.
+    r"""Apply each rule that matches `marker`, and return the resulting markers.
+
+    A rule consists of a regular expression and a replacement. The expression must match the whole
+    marker. In this example, only the first rule matches:
 
     >>> _replace_by_rules("<think>", [(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")])
     ['</think>']

@@ -107,12 +107,15 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
 def _writer_of_opening(
     turn: ModelTurn, reasoning: Reasoning, conversation: Conversation | None
 ) -> Opener:
-    r"""Return who writes the opening marker of reasoning, such as `<think>`.
+    r"""Return an `Opener`, which states where the opening marker of reasoning comes from.
 
-    The prompt contains the opening marker if the default prompt opens the reasoning and does not
-    close the reasoning. Example: "<|im_start|>assistant\n<think>\n" is such a prompt. Nobody writes
-    the marker if it occurs nowhere, although each answer closes the reasoning. Otherwise, the model
-    writes the opening marker.
+    The first case that applies decides. Examples for the marker `<think>`:
+
+        FORCED   Neither the template nor a prompt contains `<think>`, but even an answer without
+                 reasoning starts with `</think>`.
+        PROMPT   The default prompt opens the reasoning and does not close the reasoning, as in
+                 "<|im_start|>assistant\n<think>\n".
+        MODEL    In all other cases, the model writes `<think>`.
 
     `conversation` is a conversation whose reasoning the template renders, or None.
     """
@@ -130,10 +133,15 @@ def _writer_of_opening(
 def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
     """Return the markers of reasoning, such as `<think>`. Return None if no markers are found.
 
-    The first successful search gives the result. The markers are searched in a rendered message
-    with reasoning, in the generation prompts, in the instructions of a prompt, and in two ways in
-    the source of the template. If `conversation` is None, the template renders no reasoning, and no
-    rendered message is searched.
+    The function searches these texts in this order, and stops when it has found markers:
+
+    1. a rendered message with reasoning, unless `conversation` is None
+    2. the generation prompts
+    3. the instructions in a prompt
+    4. the string constants of the template
+    5. earlier answers, from which the template removes the reasoning
+
+    If `conversation` is None, the template renders no reasoning.
 
     Mutates: `turn.prober`, which records the successful search for the report.
     """
@@ -163,11 +171,11 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the message.
-        conversation: A conversation whose answer has reasoning, and also content or a call of
-            FIRST_TOOL. The template renders all of them.
+        conversation: A conversation that the template renders completely. Its answer has reasoning,
+            followed by content or by a call of FIRST_TOOL.
 
-    Mutates: `turn.prober`, which records for the report the comparison with the label "R1", or an
-        undecided question.
+    Mutates: `turn.prober`. If the markers are found, it records the comparison "R1" for the report.
+        Otherwise, it records that the markers cannot be recognised.
 
     Returns:
         The markers around the reasoning and around the content. None if the opening marker or the
@@ -194,8 +202,9 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
 def _is_always_closed(turn: ModelTurn, conversation: Conversation | None, closing: str) -> bool:
     """Return whether an answer without reasoning starts with the closing marker of reasoning.
 
-    Example: the result is True for the marker `</think>` if the answer is "</think>CONTENT". The
-    reasoning of the answer of `conversation` is removed. Return False if `conversation` is None.
+    The function removes the reasoning from the answer of `conversation`, and renders the answer.
+    Example: if the rendered answer is "</think>CONTENT", the result is True for the marker
+    `</think>`. If `conversation` is None, the result is False.
     """
     if conversation is None or not closing.strip():
         return False
@@ -249,11 +258,13 @@ def _markers_of_reasoning(
 ) -> MarkerPair | None:
     """Return the opening and closing markers of reasoning, such as `<think>` and `</think>`.
 
-    `before` and `after_reasoning` are the texts around the reasoning in the rendered answer of
-    `conversation`. If neither the message nor a prompt contains the opening marker, this marker is
-    derived from the closing marker: `<think>` from `</think>`. A derived marker must occur in the
-    template or in a prompt, unless the model starts each answer with reasoning. Return None if one
-    of the two markers is missing.
+    The answer of `conversation` has reasoning. `before` is the text before the reasoning in the
+    rendered answer, and `after_reasoning` is the text after the reasoning.
+
+    If neither the answer nor a prompt contains the opening marker, this marker is derived from the
+    closing marker: `<think>` from `</think>`. The derived marker must occur in the template or in a
+    prompt, unless answers without reasoning also start with the closing marker. Return None if one
+    of the two markers is not found.
     """
     found_opening = _opening_before_reasoning(turn, text_before_reasoning=before)
     closing = closing_marker(after_reasoning, found_opening)
@@ -322,28 +333,29 @@ def _content_pair(literal: str, reasoning_pair: MarkerPair) -> MarkerPair | None
 
 
 def find_markers_of_removed_text(turn: ModelTurn) -> ReasoningMarkup | None:
-    """Find markers between which the template removes text from earlier answers.
+    """Find two markers such that the template removes the text between them from earlier answers.
 
-    Templates remove only reasoning from the content. Example: if the content
-    `<|channel>REASONING<channel|>CONTENT` is rendered as `CONTENT`, and the source contains both
-    markers as string constants, `<|channel>` and `<channel|>` enclose reasoning. The end of a
-    prompt may contain the opening marker instead.
+    The removed text is reasoning, because templates remove nothing else from the content. Example:
+    the template renders the content `<|channel>REASONING<channel|>CONTENT` as `CONTENT`, so
+    `<|channel>` and `<channel|>` enclose reasoning. Only markers that are string constants of the
+    template are tried. The opening marker may also come from the end of a prompt.
 
-    Mutates: `turn.prober`, which records the finding R4 for the report.
+    Mutates: `turn.prober`, which records the finding "R4" for the report.
 
     Returns:
         The markers, or None if the template removes no text between two markers.
     """
     literals = dict.fromkeys(literal.strip() for literal in turn.prober.template.literals)
-    # A prompt may contain the opening marker, as in `<|assistant|><ponder>`.
+    # If the template writes the opening marker into the prompt, the marker may be only a part of a
+    # string constant, such as `<|assistant|><ponder>`.
     openings_in_prompts = [first_marker(prompt.after_header) for prompt in turn.prompts]
     for opening in dict.fromkeys([*openings_in_prompts, *literals]):
         for closing in closing_spellings(opening):
             if closing in literals and _is_text_removed(turn, opening, closing):
                 turn.prober.record_source_finding(
                     "R4 source",
-                    finding="The template removes text from earlier answers that is written "
-                    f"between {opening!r} and {closing!r}.",
+                    finding="The template removes the text between "
+                    f"{opening!r} and {closing!r} from earlier answers.",
                 )
                 return markup_of_pairs(MarkerPair(opening, closing), None)
     return None

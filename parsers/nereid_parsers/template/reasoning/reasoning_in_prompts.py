@@ -27,15 +27,16 @@ from nereid_parsers.template.reasoning.reasoning_markers import (
 def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
     r"""Find the markers of reasoning, such as `<think>`, at the ends of rendered prompts.
 
-    A generation prompt is the text at the end of a prompt that opens the model's answer. `turn`
-    contains one generation prompt for each setting of the thinking switches, such as
+    The generation prompt is the last part of a prompt. It opens the model's answer. `turn` contains
+    one generation prompt for each setting of the thinking switches, such as
     `enable_thinking=False`. Example: if the generation prompt ends with "<think>\n\n</think>\n\n",
     the markers are `<think>\n` and `\n</think>\n\n`.
 
-    Mutates: `turn.prober`, which records the comparison for the report, with the label "R2".
+    Mutates: `turn.prober`, which records the comparison "R2" for the report.
 
     Returns:
-        The markers in the first prompt that contains markers of reasoning, or None.
+        The markers from the first generation prompt that opens reasoning, or None if there is no
+        such prompt.
     """
     for prompt in turn.prompts:
         pair = _pair_in_prompt(turn, prompt)
@@ -47,10 +48,10 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _record_prompt(turn: ModelTurn, prompt: GenerationPrompt, pair: MarkerPair) -> None:
-    """Record a comparison for the report: the default prompt, and a prompt that opens reasoning.
+    """Record a comparison of the default prompt with `prompt`, which opens reasoning.
 
-    In the report, the comparison has the label "R2". `pair` contains the markers, such as `<think>`
-    and `</think>`, that were found in `prompt`.
+    In the report, this comparison has the label "R2". `pair` contains the markers of reasoning,
+    such as `<think>` and `</think>`, that were found in `prompt`.
 
     Mutates: `turn.prober.comparisons`.
     """

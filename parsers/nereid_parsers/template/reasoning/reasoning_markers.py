@@ -72,16 +72,16 @@ def first_marker(text: str) -> str:
 
 
 def opening_of_reasoning(before: str) -> str:
-    r"""Return the end of `before` that opens the reasoning, with the white space around this text.
+    r"""Return the text that opens the reasoning, with the white space around this text.
 
-    `before` is the text before the reasoning. Words open the reasoning if there is no marker, or if
-    the words follow the last marker:
+    `before` is the text before the reasoning, and the result is the last part of `before`. If words
+    follow the last marker, or if there is no marker, these words open the reasoning:
 
     >>> opening_of_reasoning("\nI think:\n"), opening_of_reasoning("<|start|>\nI think:\n")
     ('I think:\n', '\nI think:\n')
 
-    Otherwise, the last marker opens the reasoning, together with the text that directly precedes
-    the marker without white space:
+    Otherwise, the last marker opens the reasoning. If no white space separates the marker from the
+    text before it, this text belongs to the result, too:
 
     >>> opening_of_reasoning("Hello.\n<think>\n"), opening_of_reasoning("Hi. <|open|>think<|sep|>")
     ('\n<think>\n', ' <|open|>think<|sep|>')
@@ -197,14 +197,14 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 
 
 def _last_opening_marker(opening: str, other_texts: tuple[str, ...]) -> str | None:
-    """Return the last of several markers that together open the reasoning.
+    """Return the last marker of `opening`, the text that opens the reasoning, or None.
 
     >>> _last_opening_marker("<|message|><|thinking|>", other_texts=("<|end|>",))
     '<|thinking|>'
 
-    Return None if only one marker opens the reasoning, or if `opening` ends with words. Also return
-    None if one of the `other_texts` contains the last marker, because the parser could then not
-    decide whether this marker opens reasoning.
+    Return None if `opening` contains only one marker, or ends with words. Also return None if one
+    of the `other_texts` contains the last marker, because this marker alone would then not show
+    that the reasoning starts:
 
     >>> _last_opening_marker("<|open|>think<|sep|>", other_texts=("<|close|>think<|sep|>",)) is None
     True
@@ -219,14 +219,14 @@ def _last_opening_marker(opening: str, other_texts: tuple[str, ...]) -> str | No
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     r"""Return the markers around the content that follows the reasoning, or None if there are none.
 
-    `before_content` is the text between the closing marker of reasoning and the content. If this
-    text is blank, the result is None. `after_content` is the text after the content. The first
-    marker in this text may close the content.
+    `before_content` is the text between the closing marker of reasoning and the content, and
+    `after_content` is the text after the content. If `before_content` is blank, return None.
 
     >>> content_wrapper("\n<answer>\n", "</answer><|im_end|>")
     Wrapper(open='<answer>\n', close='</answer>')
 
-    The marker `<|im_end|>` does not belong to `<answer>`, so no marker closes the content here:
+    In the next example, no marker closes the content, because `<|im_end|>` is not the closing
+    marker of `<answer>`:
 
     >>> content_wrapper("<answer>", "<|im_end|>")
     Wrapper(open='<answer>', close='')

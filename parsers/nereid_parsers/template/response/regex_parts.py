@@ -247,8 +247,8 @@ class _Reader:
     def read_combinations(self) -> list[Pieces]:
         """Read elements up to the next `|` or `)`. Return all combinations of their alternatives.
 
-        An element is, for example, a character or a group. In the expression below, the first
-        element has two alternatives, and the second element has one alternative:
+        An element is, for example, a group or a character. In this example, the group has two
+        alternatives, and the character `c` has one alternative:
 
         >>> _Reader("(?:a|b)c").read_combinations()
         [('a', 'c'), ('b', 'c')]

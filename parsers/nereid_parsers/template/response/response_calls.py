@@ -277,7 +277,8 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     keys = keys_of_transform(field.get("transform"))
     if field.get("transform_each"):
         return JsonArray(keys)  # The rule in `transform` converts each item of an array.
-    # The field occurs once for each tool call, or its rule converts the whole body into one call.
+    # In both cases, the JSON object of the field is one tool call: the field occurs once for each
+    # tool call, or the rule in `transform` converts the whole field into one tool call.
     if field.get("repeats") or field.get("transform"):
         return JsonObject(keys)
     return JsonArray(keys)  # The array contains all tool calls of the message.

@@ -140,8 +140,11 @@ def check_filter(budget: Budget, call: FilterCall) -> None:
     """Raise LimitError if the result of a filter would be too large.
 
     Example: in `text | replace("", "x" * 1000)`, the filter inserts 1000 characters before each
-    character of `text`. A filter that is not listed below needs no check of its own: its result is
-    hardly longer than the value, or than a number in the options, which is always checked.
+    character of `text`.
+
+    For each filter, the numbers in its options are checked. The filters below need an additional
+    check. The result of any other filter, such as `upper` or `center(80)`, is hardly longer than
+    its input or than a number in its options.
     """
     options = [*call.args, *call.kwargs.values()]
     check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.

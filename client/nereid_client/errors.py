@@ -342,7 +342,7 @@ def shown(value: object, limit: int = 80) -> str:
     Example: `shown("abcdefgh", limit=8)` returns '"abcd...'.
     """
     text = ""
-    # A value can have many megabytes, so the conversion ends at the limit.
+    # The conversion ends at the limit, because the JSON text of a value can have many megabytes.
     for piece in _ENCODER.iterencode(value):
         text += piece
         if len(text) > limit:

@@ -315,9 +315,10 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 
 
 async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
-    """Wait until the current client may start a request. Then return the parsed JSON body.
+    """Wait until it is the client's turn to start a request. Then return the parsed JSON body.
 
-    If the requests of several clients wait, the clients start requests in turn.
+    The clients take turns: if requests of several clients wait, one request of each client starts
+    before a second request of the same client starts.
 
     Mutates: `request.state.num_body_bytes`, which becomes the size of the body.
     """
@@ -338,7 +339,7 @@ def refuse_compression(request: Request) -> None:
         raise ApiError(
             400,
             "The request body must not be compressed, but the request has the Content-Encoding "
-            f"{shown(encoding)}. Send the body itself, without this header.",
+            f"{shown(encoding)}. Send the uncompressed body, without this header.",
         )
 
 
@@ -361,7 +362,11 @@ async def _parse_large_body(raw: bytes, lock: asyncio.Lock) -> dict[str, Any]:
 
 @contextmanager
 def _garbage_collector_disabled() -> Iterator[None]:
-    """Disable the garbage collector in the `with` block. Only one block may run at a time."""
+    """Disable the garbage collector in the `with` block.
+
+    Two such blocks must not run at the same time, because the end of one block would enable the
+    garbage collector in the other block.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -381,17 +386,18 @@ async def read_and_validate(request: Request, kind: type[R]) -> R:
 
 
 async def convert(request: Request, function: Callable[[], T], more_bytes: int = 0) -> T:
-    """Convert the body or the result of a request with a function, and return what it returns.
+    """Call a function that converts the body or the result of a request. Return its result.
 
-    The conversion of a large body takes seconds. It therefore runs in a thread, so that the event
-    loop can continue with other requests. Only one large body is converted at a time, because the
-    objects of several such bodies could fill the memory. The garbage collector is disabled, because
-    each of its collections would stop all threads, and would find nothing.
+    The conversion of a large body takes seconds. The function then runs in another thread, so that
+    the event loop can continue with other requests. Only one large body is converted at a time,
+    because the objects of several such bodies could fill the memory. During the conversion, the
+    garbage collector is disabled, because each collection would stop all threads, and would find
+    nothing.
 
     Args:
         request: the HTTP request. If it has a body, the body has been parsed.
-        function: converts the data. It may run in another thread.
-        more_bytes: the size of the data that the function converts and that is not in the body.
+        function: converts the data.
+        more_bytes: the size of the data that `function` converts in addition to the body.
     """
     num_bytes = getattr(request.state, "num_body_bytes", 0) + more_bytes
     if num_bytes <= _LARGE_BODY_BYTES:

@@ -39,17 +39,21 @@ class _Block(RequestBody):
 
 
 class _TextFields(_Block):
-    """The fields of a content block that contains text. Valid blocks become a `_TextBlock`."""
+    """The pydantic class of a text block. It only creates the error for an invalid text block.
+
+    A valid text block becomes a `_TextBlock` instead.
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class _TextBlock:
-    """A content block that contains text.
+    """A valid content block that contains text.
 
-    A request may have hundreds of thousands of text blocks. Creating an object of a pydantic class
-    for each block would delay the requests of other clients for seconds.
+    The class is not a pydantic class, because a request may have hundreds of thousands of text
+    blocks. Creating a pydantic object for each of them would delay the requests of other clients
+    for seconds.
     """
 
     text: str
@@ -203,7 +207,7 @@ def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) ->
     type_name = given.get("type") if isinstance(given, dict) else None
     if not isinstance(type_name, str) or type_name not in kinds:
         raise _wrong_type_error(given, type_name, place, kinds)
-    # Valid text blocks are not validated with pydantic; see `_TextBlock`.
+    # pydantic would be too slow for a request with many text blocks; see `_TextBlock`.
     text = given.get("text") if type_name == "text" and isinstance(given, dict) else None
     if isinstance(text, str):
         return _TextBlock(text)

@@ -266,18 +266,20 @@ def _signature(reasoning: str) -> str:
 
 
 def _tool_input(arguments: str) -> Json:
-    """Return the arguments of a tool call as an object.
+    """Parse the arguments of a tool call, and return them as an object.
 
-    If the arguments are not a JSON object, return an object that contains their text. This happens,
-    for example, if the model reaches max_tokens inside the arguments, or writes a value such as NaN
-    or half of a surrogate pair, which Python reads although JSON does not allow it.
+    If the arguments are not a valid JSON object, return an object that contains their text. For
+    example, the model may reach max_tokens inside the arguments, or may write the value NaN.
 
-    Example: '{"a": ' returns {"unparsed_arguments": '{"a": '}.
+    Examples: '{"a": 1}' returns {"a": 1}, and '{"a": ' returns {"unparsed_arguments": '{"a": '}.
     """
     try:
-        # Models sometimes write a line break in a string instead of the escape sequence \n.
+        # With strict=False, strings may contain line breaks. Models sometimes write a line break
+        # instead of the escape sequence \n.
         parsed = json.loads(arguments or "{}", strict=False)
-        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # checks the values
+        # `json.loads` accepts NaN and half of a surrogate pair, but JSON does not allow them.
+        # `json.dumps` and `encode` raise an error for such values.
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"unparsed_arguments": arguments}

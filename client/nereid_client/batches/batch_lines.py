@@ -79,16 +79,17 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[InputLine]:
 
 
 def _skip_blank_lines(file: BinaryIO) -> int:
-    """Skip the blank lines before the next other line, and return their number.
+    """Skip all blank lines up to the next line with text. Return the number of skipped lines.
 
-    Blocks are faster than lines: a file of 4 GB can have four billion blank lines.
+    The function reads blocks instead of single lines, because a file of 4 GB can contain four
+    billion blank lines, and reading each of them would take too long.
     """
     num_lines = 0
     position = line_start = file.tell()
     while block := file.read(_BLOCK_BYTES):
         num_blank_bytes = len(block) - len(block.lstrip())
         num_lines += block.count(b"\n", 0, num_blank_bytes)
-        # `rfind` returns -1 if the blank bytes contain no line end.
+        # If the blank bytes contain no line end, `rfind` returns -1, so `last_line_end` is 0.
         if last_line_end := block.rfind(b"\n", 0, num_blank_bytes) + 1:
             line_start = position + last_line_end
         position += len(block)
@@ -101,7 +102,8 @@ def _skip_blank_lines(file: BinaryIO) -> int:
 def _skip_line(file: BinaryIO, max_bytes: int) -> bool:
     """Skip the rest of the current line, and return whether the rest is blank.
 
-    At most `max_bytes` + 1 bytes are read at a time.
+    The rest is read in pieces of at most `max_bytes` + 1 bytes, so that a long line does not fill
+    the memory.
     """
     is_blank = True
     while part := file.readline(max_bytes + 1):

@@ -165,7 +165,7 @@ class FormReader:
 
 
 def _boundary_of(content_type: str) -> bytes:
-    """Return the boundary between the parts of a form, which the header Content-Type contains.
+    """Return the boundary in the header Content-Type. The boundary separates the parts of a form.
 
     Example: "multipart/form-data; boundary=abc" returns b"abc".
 

@@ -189,8 +189,9 @@ def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
                 "for the embedded server."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # If the disk becomes full while a launcher is written, the incomplete launcher would look like
-    # a program of another server.
+    # The launcher is first written to another file. If the disk becomes full during the writing,
+    # `path` is not changed. Otherwise, `path` could be an incomplete launcher, and the next
+    # installation would refuse to replace it, as if another Triton server had been installed.
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text)
     unfinished.chmod(0o755)

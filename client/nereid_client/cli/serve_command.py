@@ -342,7 +342,10 @@ def _metrics_url(args: argparse.Namespace) -> str:
 
 
 def _is_ipv6(host: str) -> bool:
-    """Return whether `host` is an IPv6 address, unlike a wrong value such as "127.0.0.1:8000"."""
+    """Return whether `host` is an IPv6 address. Other values may contain colons, too.
+
+    Examples: the result is True for "::1", and False for "127.0.0.1:8000".
+    """
     try:
         ipaddress.IPv6Address(host)
     except ValueError:

@@ -44,7 +44,8 @@ FRONTEND_FLAGS = {
 }
 # A smaller --max-process-memory would let every process be killed again and again.
 _SMALLEST_PROCESS_MEMORY = 64 * 2**20
-# Python raises an OverflowError if a timeout exceeds about 9.2 * 10**9 seconds.
+# The largest number that a flag accepts. If a timeout exceeds about 9.2 * 10**9 seconds, Python
+# raises an OverflowError.
 _LARGEST_NUMBER = 10**9
 PORT_FLAGS = {
     "--http-port": (8000, "The port of the Triton server's HTTP endpoint."),
@@ -224,13 +225,16 @@ def _process_memory(text: str) -> int:
 
 
 def _not_negative(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
-    """Return a function that parses the number in a flag, and rejects negative and huge numbers."""
+    """Return a function that parses the number in a flag.
+
+    The function rejects negative numbers, and numbers that are larger than `_LARGEST_NUMBER`.
+    """
 
     def parse(text: str) -> _Number:
         number = kind(text)
         if not 0 <= number <= _LARGEST_NUMBER:
             raise argparse.ArgumentTypeError(
-                f"must be at least 0 and at most {_LARGEST_NUMBER}, but it is {text}"
+                f"the number must be at least 0 and at most {_LARGEST_NUMBER}, but it is {text}"
             )
         return number
 

@@ -32,13 +32,13 @@ def server_command(
     """Return the command that starts the Triton server.
 
     Args:
-        args: the flags of `nereid serve`.
+        args: the parsed flags of `nereid serve`, and the arguments after --.
         tritonserver: the path of the server's program.
         repository: the path of the model repository.
         shm_prefix: the beginning of the names of the server's shared memory regions.
         log_level: the setting log_level of the frontend. "debug" makes the server log more.
 
-    Raises: CliError if an argument after -- has a flag of `nereid serve`.
+    Raises: CliError if an argument after -- must be set with a flag of `nereid serve` instead.
     """
     _check_no_flag_is_replaced(args.tritonserver_args)
     command = [str(tritonserver), f"--model-repository={repository}"]
@@ -65,16 +65,19 @@ def server_command(
 
 
 def _check_no_flag_is_replaced(arguments: Sequence[str]) -> None:
-    """Refuse arguments after -- for which `nereid serve` has a flag.
+    """Check that no argument after -- must be set with a flag of `nereid serve` instead.
 
-    Otherwise, the server would listen on another port than the one that the frontend connects to.
+    Example: `nereid serve -- --http-port=9000` is refused. The Triton server would listen on port
+    9000, but the frontend would connect to the port of the flag --http-port.
+
+    Raises: CliError that names the flag.
     """
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in _FLAG_OF_ARGUMENT:
             raise CliError(
-                f"-- {name}: `nereid serve` determines this argument of the Triton server. Remove "
-                f"it, and give the value with the flag {_FLAG_OF_ARGUMENT[name]} before --."
+                f"-- {name}: `nereid serve` sets this argument of the Triton server. Remove the "
+                f"argument, and give the value with the flag {_FLAG_OF_ARGUMENT[name]} before --."
             )
 
 

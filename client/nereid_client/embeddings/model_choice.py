@@ -273,19 +273,22 @@ def refuse_truncation_below_model_limit(served: ServedModel, name: str, value: i
 
 
 def refuse_token_limits_below_model_limit(served: ServedModel, body: ScoringRequest) -> None:
-    """Check that the fields `max_tokens_per_doc` and `max_tokens_per_query` are large enough.
+    """Check that `max_tokens_per_doc` and `max_tokens_per_query` are not below the model's limit.
 
-    Raises: ApiError 400. See `refuse_truncation_below_model_limit`.
+    The reason is described in `refuse_truncation_below_model_limit`.
+
+    Raises: ApiError 400 that names the limit.
     """
     for name in ("max_tokens_per_doc", "max_tokens_per_query"):
-        # 0 means that the client sets no limit, as in vLLM, whose default is 0.
+        # The value 0 means no limit. In vLLM, 0 is the default of both fields.
         refuse_truncation_below_model_limit(served, name, getattr(body, name) or None)
 
 
 def refuse_instruction_for_embedding_model(served: ServedModel, body: ScoringRequest) -> None:
     """Check that a request has no instruction if an embedding model computes the scores.
 
-    Only some rerankers read an instruction. A reranker itself refuses one that it does not read.
+    Only generative rerankers read an instruction. Other rerankers refuse an instruction themselves,
+    so this function checks only requests to embedding models.
 
     Raises: ApiError 400 that names the field.
     """

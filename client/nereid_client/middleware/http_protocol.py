@@ -120,10 +120,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self.send_400_response(message)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Ignore a trailer, which the parser passes to this method, too.
+        """Store a header. Ignore a trailer, which is a header after the body of a request.
 
-        A proxy can remove or replace a header, such as X-Client-Id, but proxies do not check
-        trailers. A client behind a proxy could otherwise send such a header as a trailer.
+        The parser calls this method for both headers and trailers. A proxy can remove or replace a
+        header, such as X-Client-Id, but proxies do not check trailers. If trailers were stored, a
+        client could send X-Client-Id as a trailer, and the proxy would not remove it.
 
         Raises: ValueError if there are too many headers. `_parse` then calls `send_400_response`.
         """

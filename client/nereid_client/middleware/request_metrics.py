@@ -179,8 +179,8 @@ class CountRequests:
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         """Count a request whose response has ended, and log the request.
 
-        A successful GET or HEAD request is not logged, because monitoring systems send many of
-        them.
+        A successful GET or HEAD request is not logged, because monitoring systems send many such
+        requests.
         """
         route = self._path(scope)
         state = scope.get("state", {})

@@ -71,8 +71,9 @@ class Timeouts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, and cancel the call when a time limit is reached.
 
-        If the limit in the header is wrong, the client gets an error and the application is not
-        called. If the frontend stops during the call, the response ends with an error.
+        If the header X-Request-Timeout contains a wrong value, the client gets an error, and the
+        application is not called. If the frontend stops during the call, the response ends with an
+        error.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)

@@ -209,10 +209,10 @@ class GenerationRequest(RequestBody):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_bias_types(cls, value: object) -> object:
-        """Raise an error for the first bias that is no number.
+        """Raise an error for the first bias that is not a number.
 
-        Otherwise, pydantic would create an error for each wrong bias, of which there can be
-        millions.
+        Without this check, pydantic would create an error for each wrong bias. A request can
+        contain millions of wrong biases.
         """
         for token_id, bias in value.items() if isinstance(value, dict) else ():
             if type(bias) not in (int, float):

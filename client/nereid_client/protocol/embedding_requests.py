@@ -90,7 +90,7 @@ class PoolingRequest(RequestBody):
 
 
 class RequestWithParameters(PoolingRequest):
-    """A request whose fields can also be members of the object `parameters`."""
+    """A request that can contain its fields in the body or in the object `parameters`."""
 
     parameters: dict[str, Any] | None = None
     """An object with further fields of the request, such as `{"truncate": true}`."""
@@ -98,7 +98,11 @@ class RequestWithParameters(PoolingRequest):
     @model_validator(mode="before")
     @classmethod
     def _add_parameters(cls, body: dict[str, Any]) -> dict[str, Any]:
-        """Add the members of `parameters` to the body. Fields of the body take precedence."""
+        """Add the members of `parameters` to the body.
+
+        If the body and `parameters` contain the same field, the field of the body is used. Example:
+        {"inputs": "a", "parameters": {"truncate": true}} gets the field "truncate".
+        """
         parameters = body.get("parameters")
         return {**parameters, **body} if isinstance(parameters, dict) else body
 

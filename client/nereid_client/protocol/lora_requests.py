@@ -6,7 +6,7 @@ from pydantic import Field
 
 from nereid_client.protocol.request_body import RequestBody
 
-# The Triton server would cut off a text at a NUL character, so NUL is refused.
+# A text must not contain a NUL character, because the Triton server would cut the text off there.
 _Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 

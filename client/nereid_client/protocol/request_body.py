@@ -13,7 +13,12 @@ _MAX_TOKEN_ID = 2**31 - 1  # the tensor `input_ids` has the type INT32
 
 
 def _end_lists_at_first_error(schema: Any) -> None:  # noqa: ANN401 - a part of a schema
-    """Set pydantic's option `fail_fast` of each list in a schema. Mutates: schema."""
+    """Set the option `fail_fast` of each list in a schema of pydantic.
+
+    With this option, pydantic ends the validation of a list at the first wrong item.
+
+    Mutates: `schema`.
+    """
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
@@ -39,10 +44,10 @@ class RequestBody(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Let the validation of each list end at the first wrong item.
+        """Return the schema of a class, in which validation of a list ends at the first wrong item.
 
-        Otherwise, pydantic would create an error for each wrong item of a list. A body of 4 MB can
-        have two million wrong items, whose errors need 2 GB and ten seconds.
+        By default, pydantic creates an error for each wrong item. A body of 4 MB can have two
+        million wrong items. Creating their errors would need 2 GB of memory and ten seconds.
         """
         schema = handler(source)
         _end_lists_at_first_error(schema)

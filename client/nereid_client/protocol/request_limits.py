@@ -58,7 +58,7 @@ class RequestLimits:
             )
 
     def check_size_with_references(self, num_bytes: int) -> None:
-        """Check the number of bytes of the stored items to which the field `input` refers.
+        """Check the total number of bytes of the stored items to which the field `input` refers.
 
         Raises: ApiError 400 with the code context_length_exceeded.
         """
@@ -85,7 +85,7 @@ class RequestLimits:
             )
 
     def check_parsed_body(self, body: Mapping[str, Any]) -> None:
-        """Check the number of messages, items, tools and token ids, and the length of prompts.
+        """Check how many messages, items and tools a body contains, and how long its prompts are.
 
         Args:
             body: the JSON object of a request, in any of the frontend's APIs.
@@ -113,7 +113,8 @@ class RequestLimits:
     def _check_num_tools(self, tools: object) -> None:
         """Check the number of tools in the field `tools`.
 
-        The tokenizer model also checks this number, but converting many tools would take seconds.
+        The tokenizer model checks this number, too. The number is checked here first, because
+        converting the body of a request with too many tools would take seconds.
         """
         if isinstance(tools, list) and len(tools) > self.max_tools:
             raise ApiError(

@@ -170,8 +170,9 @@ class SimilarityRequest(RequestWithParameters):
 class ScoreRequest(ScoringRequest):
     """The body of `POST /v1/score`.
 
-    The fields for queries and documents have several names, because vLLM has used all of them.
-    A request has either one query for all documents, or one query for each document.
+    The field for the queries and the field for the documents have several names, because versions
+    of vLLM use different names. A request has either one query for all documents, or one query for
+    each document.
     """
 
     text_1: Any = None
@@ -218,7 +219,7 @@ class ScoreRequest(ScoringRequest):
 
     @property
     def document_field(self) -> str:
-        """The name of the field with the documents: "documents", "items", "data_2" or "text_2"."""
+        """The name of the field that contains the documents, such as "documents" or "text_2"."""
         if self.query_field == "queries":
             has_only_items = self.documents is None and self.items is not None
             return "items" if has_only_items else "documents"
@@ -304,7 +305,8 @@ def _unwrap_content(value: object) -> object:
 
     Example: {"content": [{"text": "a"}]} returns [{"text": "a"}].
     """
-    # A loop is used instead of recursion, because a client can nest thousands of objects.
+    # A client can nest thousands of objects. A loop unwraps them, because recursion would exceed
+    # Python's recursion limit.
     part = _unwrap_list_of_one(value)
     while isinstance(part, dict) and isinstance(part.get("content"), list):
         value = part["content"]

@@ -184,18 +184,20 @@ def _chat_part(part: Json) -> Json:
 
 
 def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
-    """Add the text of a reasoning item to the assistant message that comes after this item.
+    """Add the text of a reasoning item to an assistant message.
 
-    If the item has no text, its summary is added instead. Reasoning between the calls of one
-    response is added to the message with these calls, because a new message would come between the
-    first calls and their outputs.
+    If the item has no text, its summary is added instead. The message is the one that contains the
+    calls or the text after the reasoning. Example: for the items reasoning, call, reasoning, call,
+    one message contains both calls. Therefore, both reasoning texts are added to this message. A
+    second message would come between the first call and its output.
     """
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if not text:
         return
     message = chat.last_assistant_message()
-    # Reasoning comes before the content of a message.
+    # In a message, the reasoning precedes the content. If the last message already has content, but
+    # no calls, the reasoning belongs to the next message.
     if message is None or (message["content"] and not message.get("tool_calls")):
         message = chat.append_assistant_message()
     message.setdefault("reasoning", []).append(text)

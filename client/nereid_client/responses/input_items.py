@@ -63,7 +63,11 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
 
 
 def ids_of_references(given: str | Sequence[Json]) -> list[str]:
-    """Return the ids in the items of the type `item_reference`. Skip ids that are not strings."""
+    """Return the ids of the stored items to which the field `input` refers.
+
+    Ids that are not strings are skipped. Example: [{"type": "item_reference", "id": "msg_1"}]
+    returns ["msg_1"].
+    """
     if isinstance(given, str):
         return []
     ids = [item.get("id") for item in given if _is_reference(item)]
@@ -71,10 +75,11 @@ def ids_of_references(given: str | Sequence[Json]) -> list[str]:
 
 
 def with_unique_ids(items: Sequence[Json]) -> list[Json]:
-    """Give a new id to each item that has the id of an earlier item.
+    """Return the items with unique ids. If two items have the same id, the second gets a new id.
 
-    A conversation has an item twice if a client sends the output of the previous response again. A
-    page of items begins after the item with a given id, so ids must be unique.
+    An item occurs twice in a conversation if a client sends the output of the previous response as
+    input again. Ids must be unique, because a client that reads the items page by page sends the id
+    of the last item on a page to get the next page.
     """
     ids: set[str] = set()
     unique = []
@@ -143,7 +148,10 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _is_reference(item: Mapping[str, Any]) -> bool:
-    """Return whether an item is an `item_reference`, whose type is optional."""
+    """Return whether an item is an `item_reference`. The field `type` of such an item is optional.
+
+    Examples: {"type": "item_reference", "id": "msg_1"} and {"id": "msg_1"} are references.
+    """
     kind = item.get("type")
     return kind == "item_reference" or (not kind and item.keys() - {"type"} == {"id"})
 
@@ -254,8 +262,9 @@ def _call_output(item: Mapping[str, Any], place: str) -> Json:
 def _reasoning(item: Mapping[str, Any], place: str) -> Json:
     """Return the fields of a reasoning item.
 
-    The field `encrypted_content` is left out, because only the server that has encrypted the
-    reasoning can read it. Agents keep such items after a switch to another model.
+    The field `encrypted_content` is ignored, because only the server that has encrypted this field
+    can read it. An agent may send an item with this field if the user has switched from another
+    server to Nereid during a conversation.
     """
     content = _text_parts(item.get("content"), f"{place}.content", ("reasoning_text", "text"))
     summary = _text_parts(item.get("summary"), f"{place}.summary", ("summary_text",))

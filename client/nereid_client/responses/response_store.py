@@ -88,10 +88,10 @@ class Limits:
 class Store:
     """Stores responses, and registers the responses that run in the background.
 
-    If the store is full, responses that have ended are deleted: the oldest ones of the client whose
-    responses need most of the store. A client that stores many responses therefore deletes no
-    responses of other clients. A running response is never deleted. If running responses fill the
-    store, a new background response is rejected.
+    If the store is full, ended responses are deleted, starting with the oldest response of the
+    client whose responses use the most space. Therefore, a client that stores many responses does
+    not cause the deletion of other clients' responses. A running response is never deleted. If
+    running responses fill the store, a new background response is rejected.
 
     The responses are in an SQLite database, which several frontend processes can share.
     """
@@ -285,11 +285,13 @@ class Store:
         return tuple(item_id for (item_id,) in rows)
 
     def find_items(self, item_id: str) -> dict[str, Json]:
-        """Return all output items of the response that contains the item with this id.
+        """Return all output items of the stored response that contains the item `item_id`.
 
-        Returns: a mapping from ids to items, which is empty if no stored response contains the
-            item. A request often refers to several items of one response, so all of its items are
-            returned after the response has been parsed once.
+        A request often refers to several items of one response. Because all items are returned, the
+        caller need not parse the response again for each of them.
+
+        Returns: a mapping from ids to items. The mapping is empty if no stored response contains
+            the item.
         """
         row = self._database.row("SELECT response_id FROM items WHERE id = ?", (item_id,))
         record = self.find(row[0]) if row is not None else None
@@ -359,13 +361,19 @@ class Store:
         return int(count), int(num_bytes)
 
     def _delete_oldest_until_free(self, num_bytes: int, num_responses: int = 0) -> bool:
-        """Make space in the store: delete responses that have ended.
+        """Delete ended responses until the store has enough free space.
 
-        The oldest response of the client with the most responses is deleted first. If only the
-        limit on bytes is exceeded, it is the client whose responses have the most bytes.
+        Expired responses are deleted first. Each further step deletes the oldest response of one
+        client. If the store has too many responses, this is the client with the most responses.
+        Otherwise, the responses have too many bytes, and this is the client whose responses have
+        the most bytes.
 
-        Returns: False if the store cannot have enough free space, because running responses
-            are never deleted.
+        Args:
+            num_bytes: the number of bytes that must be free.
+            num_responses: the number of responses that the store must be able to add.
+
+        Returns: whether the store now has enough free space. If not, running responses, which are
+            never deleted, need too much of the store.
         """
         num_running, running_bytes = self._totals(only_running=True)
         fits_beside_running = self._fits(num_running + num_responses, running_bytes + num_bytes)

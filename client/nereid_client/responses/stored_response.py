@@ -55,7 +55,7 @@ class StoredResponse:
 
     @property
     def conversation(self) -> list[Json]:
-        """All items that the model read, followed by the output items of the response."""
+        """The items of the whole conversation: all input items, followed by the output items."""
         input_items: list[Json] = json.loads(self.input_items)
         return input_items + self.output
 

@@ -19,8 +19,9 @@ from nereid_client.streaming.deltas import Delta
 
 Json = dict[str, Any]
 
-# After the attempts 0 to 3, as much text is removed as the number of tokens requires. After each
-# later attempt, a growing multiple of this text is removed.
+# If 10 % of a chat's tokens exceed the limit, 10 % of its text is removed. This applies to the
+# attempts 0 to 3. After each later attempt, a growing multiple of this share is removed: 20 %, then
+# 40 %, and so on.
 _LAST_EXACT_ATTEMPT = 3
 
 
@@ -49,8 +50,8 @@ async def generate_truncated(
                     yield delta
             return
         except BackendError as error:
-            # If the oldest texts have few tokens per character, each attempt removes too few
-            # tokens. Without a growing share, such a conversation could need hundreds of attempts.
+            # If the oldest texts have few tokens per character, too few tokens are removed after
+            # each attempt. Without a growing factor, hundreds of attempts could be necessary.
             growth = 2.0 ** max(attempt - _LAST_EXACT_ATTEMPT, 0)
             shorter_chat = None if has_deltas else _shortened(chat, error, growth)
             if shorter_chat is None:
@@ -61,13 +62,15 @@ async def generate_truncated(
 def _shortened(chat: Json, error: BackendError, growth: float) -> Json | None:
     """Remove the oldest turns of a chat, so that the backend will probably accept the chat.
 
+    The share of the text that is removed is the share of tokens above the limit, times `growth`.
+
     Args:
         chat: the body of a chat completion.
         error: the error with which the backend rejected the chat.
-        growth: a factor for the share of the text that is removed.
+        growth: the factor, at least 1.
 
-    Returns: the shorter chat, or None if the backend rejected the chat for another reason than its
-        length, or if there is no turn that can be removed.
+    Returns: the shorter chat. None if the backend rejected the chat for another reason than its
+        length, or if no turn can be removed.
     """
     counts = tokens_and_limit(error.message)
     if counts is None:

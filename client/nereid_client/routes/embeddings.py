@@ -43,7 +43,7 @@ async def embeddings(request: Request) -> Response:
     """
     body = await read_and_validate(request, EmbeddingRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
-    # This route cannot return sparse weights. The route /embed_sparse returns them.
+    # This route never requests the kind "sparse". The route /embed_sparse returns sparse weights.
     kind = "multi_vector" if uses_late_interaction(served) else "dense"
     require_kind(served, kind)
     options = body.options_for(_prompt_names(served)) | {"kind": kind}

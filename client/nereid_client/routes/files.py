@@ -118,9 +118,10 @@ async def _receive(request: Request, form: FormReader) -> None:
 async def _next_part(stream: AsyncGenerator[bytes], limit_s: float) -> bytes | None:
     """Return the next bytes of a body, or None at the end of the body.
 
-    The time limit applies to each `_MIN_PART_BYTES` bytes separately, so the upload of a large file
-    may take longer. If it applied to each received piece, a client could send one byte a minute,
-    and its uploads would count as running requests for ever. A limit of 0 means no limit.
+    The time limit applies to each part of `_MIN_PART_BYTES` bytes, so the upload of a whole file
+    may take longer. If the limit applied to each received piece instead, a client could send one
+    byte a minute, and its upload would count as a running request for ever. A limit of 0 means no
+    limit.
 
     Raises: TimeoutError if the bytes do not arrive in time.
     """

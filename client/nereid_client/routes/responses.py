@@ -263,14 +263,15 @@ def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
 async def _convert(
     request: Request, responses_request: ResponsesRequest, body: Json
 ) -> tuple[Json, bytes]:
-    """Convert a request to a chat completion request.
+    """Convert a request of the Responses API to a chat completion request.
 
-    Returns: the body of the chat completion request, and the JSON list of the items of earlier
-        responses and of the new input.
+    Returns: the body of the chat completion request, and a JSON list of the items in the
+        conversation: the items of the earlier responses, and the items in the field `input`.
     """
     store = _responses(request).store
     previous = _find_previous(responses_request.previous_response_id, store)
-    # The database of the store must not be used in another thread.
+    # The stored items are read here, because `convert_items` may run in another thread, in which
+    # the database of the store must not be used.
     stored_items = await _find_referenced_items(request, responses_request.input)
 
     def convert_items() -> tuple[Json, bytes]:
@@ -286,10 +287,10 @@ async def _convert(
 
 
 async def _find_referenced_items(request: Request, given: str | list[Json]) -> dict[str, Json]:
-    """Return the stored items to which the field `input` refers. The keys are their ids.
+    """Return the stored items to which the field `input` refers, as a mapping from ids to items.
 
-    Raises: ApiError 400 if the request would have too many bytes with these items. A short request
-        could otherwise refer to a long item a million times, and fill the memory.
+    Raises: ApiError 400 if these items have too many bytes. Without this check, a short request
+        could refer to a long item a million times, and fill the memory.
     """
     limits = await context_of(request).limits.get()
     store = _responses(request).store
@@ -310,7 +311,12 @@ async def _find_referenced_items(request: Request, given: str | list[Json]) -> d
 
 
 def _find_previous(previous_id: str | None, store: Store) -> StoredResponse | None:
-    """Return the response that a request continues, or None if it continues no response."""
+    """Return the stored response that a request continues.
+
+    Return None if the request does not continue a response, so that `previous_id` is None.
+
+    Raises: ApiError 404 if there is no such response, and ApiError 400 if it has not ended.
+    """
     if previous_id is None:
         return None
     previous = store.find(previous_id)

@@ -192,7 +192,8 @@ class ModelControl:
                     f"/v1/models/{state.spec.name}/load loads it.",
                     code="model_unloaded",
                 )
-            # After a crash, a server loads its first models again without a request.
+            # `is_loaded` can be false although the model is loaded: if the server restarts after a
+            # crash, it loads the models that it loaded at its first start.
             if not state.is_loaded and await self._is_ready(state):
                 state.is_loaded = True
             if state.is_loaded:
@@ -265,8 +266,8 @@ class ModelControl:
         Raises: BackendError if the models that must stay loaded leave too little memory.
         """
         others = [other for other in self._states.values() if other is not state]
-        # `is_loaded` can be wrong, because after a crash, a server loads its first models again
-        # without a request.
+        # `is_loaded` can be false although the model is loaded: if the server restarts after a
+        # crash, it loads the models that it loaded at its first start.
         for other in others:
             if not other.is_loaded and not other.lock.locked():
                 other.is_loaded = await self._is_ready(other)

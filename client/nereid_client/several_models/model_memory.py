@@ -65,8 +65,8 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
         settings: the settings of the model. If kv_cache_memory is not set, the size of the KV cache
             is 0.
 
-    Raises: SettingsError if kv_cache_memory is not a size, or if draft_model begins with an unknown
-        home folder.
+    Raises: SettingsError if kv_cache_memory is not a size, or if draft_model begins with "~" and
+        the home folder is unknown.
     """
     weights = _weight_bytes(folder, settings)
     draft_model = settings.get("draft_model")
@@ -112,16 +112,16 @@ def format_bytes(size: int) -> str:
 
 
 def _expanded(name: str, path: str) -> Path:
-    """Return the path in the setting `name`. A "~" at its beginning becomes the home folder.
+    """Return a path, in which a "~" at the beginning is replaced by the home folder.
 
-    Raises: SettingsError if the home folder is unknown.
+    Raises: SettingsError if the home folder is unknown. The error names the setting `name`.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise SettingsError(
-            f"{name}: the home folder at the beginning of {path} is unknown. Give a path that does "
-            "not begin with ~."
+            f"{name}: the path {path} begins with ~, but the home folder is unknown. Give a path "
+            "that does not begin with ~."
         ) from None
 
 
@@ -145,7 +145,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _file_bytes(path: Path, settings: Mapping[str, str]) -> float:
     """Return how many bytes of memory the weights of one file need.
 
-    For a file with a damaged header, return the size of the file. The model refuses such a file.
+    If the header of the file is damaged, return the size of the file. The loading of the model will
+    then fail with an error.
     """
     if path.suffix == ".safetensors":
         with suppress(KeyError, TypeError, ValueError):

@@ -224,8 +224,8 @@ def _checkpoint_path(name: str, entry: ModelEntry, path: Path) -> Path:
         return (path.absolute().parent / Path(entry.model).expanduser()).resolve()
     except RuntimeError:
         raise SettingsError(
-            f"{name}.model in the file {path} is wrong: the home folder at the beginning of "
-            f"{entry.model} is unknown. Give a path that does not begin with ~."
+            f"{name}.model in the file {path} is wrong: the path {entry.model} begins with ~, but "
+            "the home folder is unknown. Give a path that does not begin with ~."
         ) from None
     except ValueError as error:  # the path contains a null character
         raise SettingsError(

@@ -19,12 +19,13 @@ _MIN_LOGPROB = -9999.0
 # character of up to 4 bytes can consist of several tokens, each of which is an incomplete character
 # on its own.
 _SEARCH_CHARS = 4
-# The approximate size of the JSON for one position with 20 likely tokens.
+# The estimated number of bytes of the JSON text for one token of the output. The text contains the
+# 20 most likely tokens at this position.
 _BYTES_PER_POSITION = 1024
 
 
 def json_bytes_of_logprobs(totals: Iterable[Delta]) -> int:
-    """Return the approximate size of the log-probabilities of several choices in JSON, in bytes.
+    """Estimate the number of bytes of the JSON text for all log-probabilities in a response.
 
     Args:
         totals: for each choice, the sum of the deltas of this choice.

@@ -62,7 +62,11 @@ def _open_in_append_mode(path: str, flags: int) -> int:
 
 
 def _standard_output(*, is_json: bool) -> IO[str]:
-    """Create a log that writes its lines to standard output, unless a line is also a message."""
+    """Create a log that writes its lines to standard output.
+
+    The log omits the lines that `nereid serve` itself prints to standard output; see
+    `LinesWithoutMessages`.
+    """
     if is_json:
         set_line_format(functools.partial(to_json_line, source="nereid"))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper

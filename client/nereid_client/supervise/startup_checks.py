@@ -83,8 +83,8 @@ def absolute_path(path: str | Path, source: str) -> Path:
         return Path(path).expanduser().absolute()
     except RuntimeError:
         raise CliError(
-            f"{source}: the home folder at the beginning of {path} is unknown. Give a path that "
-            "does not begin with ~."
+            f"{source}: the path {path} begins with ~, but the home folder is unknown. Give a path "
+            "that does not begin with ~."
         ) from None
 
 
@@ -127,9 +127,10 @@ def _check_checkpoint(path: Path) -> None:
 
 
 def _find_checkpoint_inside(folder: Path) -> Path | None:
-    """Return the path of a checkpoint in a folder that is no checkpoint; None if it has none.
+    """Return the path of a checkpoint inside `folder`, or None if `folder` contains no checkpoint.
 
-    The checkpoint is a GGUF file, or the folder of a version in the cache of the Hugging Face Hub,
+    `folder` itself is not a checkpoint. It may contain a GGUF file, or it may be a model's folder
+    in the cache of the Hugging Face Hub. In the second case, the result is the folder of a version,
     such as models--Qwen--Qwen3-0.6B/snapshots/c1899de.
     """
     versions = (config.parent for config in folder.glob("snapshots/*/config.json"))

@@ -136,10 +136,12 @@ def _damage_of_file(path: Path) -> str | None:
 
 
 def _num_tensor_bytes(header: object) -> int:
-    """Return the number of bytes of all tensors, which is the largest end offset in the header.
+    """Return the number of bytes of all tensors in a file, according to its header.
+
+    The header contains the start and the end of each tensor. The result is the largest end.
 
     Raises:
-        TypeError: the header is not a JSON object. Example: the header is `[]`.
+        TypeError: the header is not a JSON object, for example because it is `[]`.
     """
     if not isinstance(header, dict):
         raise TypeError("the header is not a JSON object")

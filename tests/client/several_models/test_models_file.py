@@ -115,7 +115,7 @@ def test_a_damaged_header_counts_as_the_size_of_its_file(tmp_path, tensor):
 
 def test_an_unknown_home_folder_of_the_draft_model_is_named(tmp_path):
     table = '[a]\nmodel = "b"\ndraft_model = "~nobody-here/x"\n'
-    with pytest.raises(SettingsError, match=r"draft_model: the home folder .* is unknown"):
+    with pytest.raises(SettingsError, match=r"draft_model: the path .* the home folder is unknown"):
         file_with_budget(tmp_path, '"1GiB"', table)
 
 

@@ -1,6 +1,7 @@
-"""GET /health, /health/ready, /ping and /version.
+"""The routes GET /health, /health/ready, /ping and /version.
 
-The first three paths also allow HEAD, which programs such as `wget --spider` send.
+The first three routes also accept HEAD requests, because programs such as `wget --spider` send a
+HEAD request.
 """
 
 from fastapi import APIRouter, Request

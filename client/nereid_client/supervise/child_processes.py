@@ -44,8 +44,9 @@ _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
 _STUB_DIED = "is not healthy"
 _CRASH_CODES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
-ZOMBIE = "Z"
-"""The state of a process that has ended, before its parent has read the exit status."""
+_NUM_THREADS_INDEX = 15
+"""The position of the number of threads in /proc/PID/stat, counted from the field after the
+parent's process id."""
 
 
 class Waiter(Protocol):
@@ -284,21 +285,20 @@ class Process:
         pid: the id of the process.
         parent: the id of its parent.
         name: the first 15 characters of the program's name.
-        state: a letter such as R, S, D or T. Z means that the process is a zombie: it has ended,
-            but its parent has not waited for it.
+        is_zombie: whether the process has ended, but its parent has not waited for it.
         exit_status: the exit status of a zombie, in the format of os.waitpid.
     """
 
     pid: int
     parent: int
     name: str
-    state: str
+    is_zombie: bool
     exit_status: int
 
     @property
     def has_crashed(self) -> bool:
         """Whether the process is a zombie that ended because of a signal such as SIGSEGV."""
-        return self.state == ZOMBIE and -os.WTERMSIG(self.exit_status) in _CRASH_CODES
+        return self.is_zombie and -os.WTERMSIG(self.exit_status) in _CRASH_CODES
 
 
 def process_of(pid: int) -> Process | None:
@@ -329,7 +329,7 @@ def descendants_of(pid: int) -> list[Process]:
     descendants: list[Process] = []
     unvisited = [pid]
     while unvisited:
-        running = [child for child in children.get(unvisited.pop(), []) if child.state != ZOMBIE]
+        running = [child for child in children.get(unvisited.pop(), []) if not child.is_zombie]
         descendants += running
         unvisited += [child.pid for child in running]
     return descendants
@@ -397,9 +397,13 @@ def _process(entry: Path) -> Process | None:
     head, _, rest = status.rpartition(")")  # the name may contain spaces and parentheses
     # The first fields after the name are the state and the parent's process id. The last field is
     # the exit status.
-    state, parent, *_, exit_status = rest.split()
+    state, parent, *others, exit_status = rest.split()
+    num_threads = int(others[_NUM_THREADS_INDEX])
     name = head.partition("(")[2]
-    return Process(int(entry.name), int(parent), name, state, int(exit_status))
+    # The state Z is the state of the main thread. If other threads have not ended yet, the kernel
+    # may still need a second to free their memory. The parent cannot reap the process before.
+    is_zombie = state == "Z" and num_threads <= 1
+    return Process(int(entry.name), int(parent), name, is_zombie, int(exit_status))
 
 
 def _reap_if_ended(pid: int) -> bool:
@@ -410,7 +414,7 @@ def _reap_if_ended(pid: int) -> bool:
     with contextlib.suppress(ChildProcessError):  # raised if the process is not a direct child
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     process = process_of(pid)
-    return process is None or process.state == ZOMBIE
+    return process is None or process.is_zombie
 
 
 def _name_and_id(pid: int) -> str:

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nereid_client.supervise.child_processes import (
-    ZOMBIE,
     Process,
     children_of,
     command_line,
@@ -111,7 +110,7 @@ class StubWatch:
         Mutates: `_dead_since`, which records the time of the first call that finds the stub dead.
             If the server itself may have ended the stub, the stub is not observed any more.
         """
-        if process is not None and process.state != ZOMBIE:
+        if process is not None and not process.is_zombie:
             return False
         has_disappeared = process is None
         # The server itself ends a stub in two cases: the server unloads the stub's model, or the

@@ -106,7 +106,7 @@ def test_a_zombie_that_crashed_is_told_from_one_that_exited():
     found = []
     for command in ("kill -SEGV $$", "exit 1"):
         process = subprocess.Popen(["/bin/sh", "-c", command])
-        wait_for(lambda pid=process.pid: process_of(pid).state == "Z")
+        wait_for(lambda pid=process.pid: process_of(pid).is_zombie)
         found.append(process_of(process.pid).has_crashed)
         process.wait()
     assert found == [True, False]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from fakes.live_frontend import wait_for
@@ -93,6 +94,29 @@ def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, signal_numbe
         assert wait_for_dead_model(watch, timeout_s=60)
         assert watch.has_stub_crashed == has_crashed
     finally:
+        process.wait()
+
+
+def test_a_stub_with_a_thread_that_has_not_ended_is_not_dead():
+    # While the kernel frees the memory of a stub that the server unloads, only the main thread is a
+    # zombie. On a busy machine, this takes longer than the time after which a zombie is dead.
+    end_main_thread = (
+        "import ctypes, threading, time\n"
+        "open('/proc/self/comm', 'w').write('triton_python_backend_stub')\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", end_main_thread])
+    main_thread = Path(f"/proc/{process.pid}/task/{process.pid}/status")
+    try:
+        wait_for(lambda: "State:\tZ" in main_thread.read_text())
+        watch = StubWatch(os.getpid())
+        assert pids_of_stubs() == [process.pid]
+        assert wait_for_dead_model(watch, timeout_s=1) is None
+        process.kill()  # ends the other thread
+        assert wait_for_dead_model(watch, timeout_s=60) == "a model"
+    finally:
+        process.kill()
         process.wait()
 
 

@@ -86,7 +86,7 @@ def _reserve_space_for_metrics(worker: WorkerPlace) -> None:
 
 
 def _reject_requests_after_sigusr1(gate: Gate) -> None:
-    """When SIGUSR1 arrives, make the gate reject new requests. Running requests continue."""
+    """When SIGUSR1 arrives, make `gate` reject new requests. Running requests continue."""
 
     def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
         gate.is_draining = True

@@ -70,7 +70,7 @@ _REQUIREMENTS = {
 
 
 def describe_requirement(error: ErrorDetails) -> str:
-    """Return a text that tells what the value of a setting must be, for an error of pydantic.
+    """Convert pydantic's error about the value of a setting to a clause with the requirement.
 
     Examples: "Input should be a valid integer, unable to parse string as an integer" returns "the
     value must be a valid integer". "String should have at least 1 character" returns "the value
@@ -102,7 +102,7 @@ def _settings_class(cls: type[ClassT]) -> type[ClassT]:
 
 
 def _check_size(value: object) -> object:
-    """Return `value`. Raise ValueError for a string that is not a size in bytes, such as "4,096".
+    """Return `value`. Raise ValueError if it is a string, but no size in bytes. Example: "4,096".
 
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """

@@ -59,7 +59,7 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
 
 
 def _message_fields(messages: list[Json]) -> Json:
-    """Return the field `messages` of a chat, and the fields for the message of the answer.
+    """Return the field `messages` of a chat request, and the fields that continue a message.
 
     If the last message is from the assistant, the answer continues the text of this message.
     """

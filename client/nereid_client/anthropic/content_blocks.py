@@ -39,7 +39,7 @@ class _Block(RequestBody):
 
 
 class _TextFields(_Block):
-    """The pydantic class of a text block. It only creates the error for an invalid text block.
+    """The pydantic class of a text block. Its only purpose is the error for an invalid text block.
 
     A valid text block becomes a `_TextBlock` instead.
     """

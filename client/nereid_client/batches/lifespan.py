@@ -57,8 +57,8 @@ def _start_batches(app: FastAPI, context: Context) -> Batches | None:
     runner = BatchRunner(  # a new BatchRunner starts its task at once
         store,
         sender=LineSender(app, context.backend.is_ready),
-        # While requests outside the batches run, fewer batch requests may run. The gate counts all
-        # running requests.
+        # The limit on batch requests is lower while other requests are running. The object `gate`
+        # counts all running requests.
         slots=LineSlots(limit, gate),
         # When the application is about to stop, the object `gate` rejects new requests. All batches
         # then stop.

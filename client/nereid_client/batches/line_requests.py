@@ -35,7 +35,8 @@ _MAX_OUTAGES = 5
 _SHORTEST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0
 _READY_CHECK_EVERY_S = 1.0
-# A request during which the process of the model has died is sent at most this number of times.
+# The process of a model can die while it handles a request. Such a request is sent at most this
+# number of times.
 _MAX_CRASHES = 2
 # Matches the error message for such a request.
 _PROCESS_DIED = re.compile(r"the (engine|worker) process (ended|closed its connection|was killed)")

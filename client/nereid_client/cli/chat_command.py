@@ -116,7 +116,8 @@ def _image_part(file: Path) -> Json:
 
     Raises: CliError if the file cannot be read, or if its name has no extension of an image format.
     """
-    # If `strict` is true, old versions of Python find image/webp only in a file of the system.
+    # If `strict` is true, old versions of Python know image/webp only on systems with a file of
+    # media types, such as /etc/mime.types.
     media_type = mimetypes.guess_type(file, strict=False)[0] or ""
     if not media_type.startswith("image/"):
         raise CliError(f"--image: {file} does not end with .png, .jpg, .webp, .gif or .bmp")

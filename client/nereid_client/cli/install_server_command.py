@@ -190,8 +190,9 @@ def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     # The launcher is first written to another file. If the disk becomes full during the writing,
-    # `path` is not changed. Otherwise, `path` could be an incomplete launcher, and the next
-    # installation would refuse to replace it, as if another Triton server had been installed.
+    # `path` is not changed. If the launcher were written to `path` directly, `path` could be an
+    # incomplete launcher. The next installation would then refuse to replace the file, as if
+    # another Triton server had been installed.
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text)
     unfinished.chmod(0o755)

@@ -72,7 +72,7 @@ def _from_loader_cache(name: str) -> Path | None:
 
 
 def _loader_cache() -> str:
-    """Return the output of `ldconfig -p`, a list of libraries, or "" if the program cannot run."""
+    """Return the list of libraries that `ldconfig -p` prints. Return "" if ldconfig cannot run."""
     for ldconfig in ("ldconfig", "/sbin/ldconfig"):  # /sbin is not in the PATH of every user
         try:
             command = [ldconfig, "-p"]

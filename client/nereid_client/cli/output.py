@@ -31,7 +31,8 @@ __all__ = [
     "write_model_text",
 ]
 
-# The characters with which a program controls a terminal. Tabs and line breaks are harmless.
+# Matches the characters that control a terminal. Tabs and line breaks are harmless, so they do not
+# match.
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 

@@ -259,7 +259,7 @@ def _variable_value(flag: str, value: Any) -> str | None:  # noqa: ANN401 - the 
 _CONVERTERS_OF_PATHS: dict[str, Callable[[Any], str]] = {
     "--lora": lambda adapters: ",".join(map(_absolute_adapter, adapters)),
     "--config": lambda path: str(startup_checks.absolute_path(path, "--config")),
-    # The empty text stays empty. It means that there is no draft model.
+    # An empty path means that there is no draft model, so it is not made absolute.
     "--draft-model": lambda path: path and str(startup_checks.absolute_path(path, "--draft-model")),
 }
 """Maps each flag whose value contains paths to a function that makes the paths absolute."""

@@ -214,7 +214,7 @@ def _size(text: str) -> int:
 
 
 def _process_memory(text: str) -> int:
-    """Convert the largest memory of a process to bytes. Reject a value that no process can keep."""
+    """Convert the memory limit of a process to bytes. Reject a limit that every process exceeds."""
     size = _size(text)
     if 0 < size < _SMALLEST_PROCESS_MEMORY:
         raise argparse.ArgumentTypeError(

@@ -65,7 +65,7 @@ def server_command(
 
 
 def _check_no_flag_is_replaced(arguments: Sequence[str]) -> None:
-    """Check that no argument after -- must be set with a flag of `nereid serve` instead.
+    """Check that no argument after -- is one that a flag of `nereid serve` sets.
 
     Example: `nereid serve -- --http-port=9000` is refused. The Triton server would listen on port
     9000, but the frontend would connect to the port of the flag --http-port.
@@ -138,7 +138,7 @@ def _check_executable(given: Path) -> None:
 
 
 def _check_packages_of_server() -> None:
-    """Check libpython, numpy 1 and the backend, which the server uses from this environment."""
+    """Check that this Python environment has libpython, numpy 1 and the backend for the server."""
     find_libpython()
     startup_checks.check_embedded_numpy()
     startup_checks.check_backend_is_installed()

@@ -104,8 +104,8 @@ def bytes_writer(*, is_signed: bool, is_base64: bool = False) -> Callable[[Float
     def write(array: Floats) -> str:
         largest = np.abs(array).max(axis=-1, keepdims=True)  # of each vector
         divisor = np.where(largest > 0, largest, 1)  # a vector of zeros is divided by 1
-        # Divide before the multiplication. If `divisor` is tiny, 127 / divisor would overflow to
-        # infinity.
+        # `array` is divided first and multiplied by 127 afterwards, because 127 / divisor would
+        # overflow to infinity if `divisor` is tiny.
         integers = np.rint(array / divisor * 127).astype(np.int16)
         return _encode_bytes(integers + offset, is_base64=is_base64)
 
@@ -136,7 +136,7 @@ def bits_writer(*, is_signed: bool, is_base64: bool = False) -> Callable[[Floats
 
 
 def _encode_bytes(integers: npt.NDArray[np.int16], *, is_base64: bool) -> str:
-    """Return integers from -128 to 255 as the JSON text of a list, or of their bytes in base64."""
+    """Encode integers from -128 to 255 as JSON: as a list, or as the base64 text of their bytes."""
     if is_base64:
         return f'"{base64.b64encode(integers.astype(np.uint8).tobytes()).decode()}"'
     return _encode(integers.tolist())

@@ -89,7 +89,7 @@ async def late_interaction(
         has the number of tokens of each query and each document.
     """
     queries = await _embed_tokens(request, served, inputs, "query", truncate=truncate)
-    # If the inputs have the tensor `parts`, this call embeds the documents in `parts`.
+    # If the inputs have the tensor `parts`, it contains the documents that this call embeds.
     documents = await _embed_tokens(request, served, inputs, "documents", truncate=truncate)
     query_vectors = vectors_of(queries)
     document_vectors = vectors_of(documents)

@@ -125,7 +125,7 @@ def _targets_of(models: PoolingModels, kinds: Sequence[str]) -> list[PoolingTarg
 
 
 def _first_temporary(problems: Sequence[ApiError]) -> ApiError:
-    """Return the first error after which the client can try again, such as a 503.
+    """Return the first error that is temporary, such as a 503.
 
     If all errors are permanent (404), return the first error.
     """

@@ -229,9 +229,9 @@ class TritonBackend:
         return self._is_model_dead
 
     async def _update_is_model_dead(self) -> None:
-        """Generate a short answer, because `generate` sets `_is_model_dead` for each response.
+        """Find out whether the model is dead. Let the model generate a short answer to this end.
 
-        If no response arrives within the timeout, `_is_model_dead` stays unchanged.
+        For each response, `generate` sets `_is_model_dead`. If no response arrives within the timeout, `_is_model_dead` stays unchanged.
         """
         probe = Generation("health", text_input="a", sampling_parameters=TEST_SAMPLING_PARAMETERS)
         with suppress(BackendError, TimeoutError):
@@ -323,7 +323,7 @@ def _append_frontend_fields(text: str, generation: Generation) -> str:
 
 
 def _frontend_fields(generation: Generation) -> dict[str, object]:
-    """Return the fields of a request that the frontend sets, and not the client."""
+    """Return the fields of a request that only the frontend can set. A client cannot set them."""
     fields: dict[str, object] = {}
     if generation.client_id:
         fields["client_id"] = generation.client_id

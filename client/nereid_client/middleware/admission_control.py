@@ -304,7 +304,8 @@ class AdmissionControl:
         routes that call a model send such a response. Its first message contains the status and the
         headers, and its second message contains the body.
         """
-        # None, except between the two messages of a rejection. The value is then the header.
+        # After the first message of a rejection, this is the value of the header Retry-After. After
+        # the second message, it is None again.
         retry_after: str | None = None
 
         async def send_observed(message: Message) -> None:

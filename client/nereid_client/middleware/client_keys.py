@@ -330,8 +330,9 @@ def read_key_file(path: Path) -> dict[str, KeyEntry]:
 
 def _read_entry(name: str, table: object, path: Path) -> KeyEntry:
     """Return the validated table of one client."""
-    # A client without a name could do everything that the key in the setting api_key allows. Two
-    # names that differ only after the limit would be one client in the fair scheduling of requests.
+    # An empty name is refused, because a client without a name can do everything that the key in
+    # the setting api_key allows. A longer name is refused, because the fair scheduling of requests
+    # reads only the first `_MAX_SHARE_LENGTH` characters, and would take two clients for one.
     if not 1 <= len(name) <= _MAX_SHARE_LENGTH:
         raise SettingsError(
             f"api_key_file: the name of a client must have 1 to {_MAX_SHARE_LENGTH} characters, "

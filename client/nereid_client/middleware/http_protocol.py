@@ -291,7 +291,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
-    """Let uvicorn answer an HTTP/1.0 request without chunked encoding, which HTTP/1.0 lacks.
+    """Keep uvicorn from using chunked encoding, which HTTP/1.0 lacks, in the answer to a request.
 
     uvicorn 0.54 has no setting for this. It uses chunked encoding for each response without
     Content-Length, for example a stream. Without chunked encoding, the response ends when uvicorn

@@ -140,8 +140,9 @@ def check_tool_choice(
         )
     if choice == "required":
         return
-    # A set, because a request can offer and choose thousands of tools. The backend refuses a tool
-    # whose name is not a string.
+    # The offered tools are stored in a set, because a request can contain thousands of tools and
+    # choose thousands of them. A tool whose name is not a string is left out, because the backend
+    # refuses this tool.
     offered_tools = {(kind, name) for kind, name in offered if isinstance(name, str)}
     chosen = _chosen_tools(choice)
     if not chosen:

@@ -41,7 +41,7 @@ from nereid_client.protocol.refused import (
 from nereid_client.protocol.request_body import RequestBody
 
 # In OpenAI's API, the content of a message with one of these roles must not be missing or null. A
-# message of the assistant can contain only tool calls.
+# message of the assistant may have no content, because it may consist of tool calls.
 _ROLES_WITH_CONTENT = ("system", "developer", "user")
 
 

@@ -44,7 +44,7 @@ class RequestBody(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Return the schema of a class, in which validation of a list ends at the first wrong item.
+        """Return a schema that ends the validation of each list at the first wrong item.
 
         By default, pydantic creates an error for each wrong item. A body of 4 MB can have two
         million wrong items. Creating their errors would need 2 GB of memory and ten seconds.

@@ -126,9 +126,9 @@ class RequestLimits:
 
     def _check_prompt(self, prompt: object, *, is_truncated: bool) -> None:
         """Check the length of one prompt, which is a text or a list of token ids."""
-        # Each character has at least one byte, so a text with too many characters also has too many
-        # bytes. Counting the bytes would require an encoded copy of the text, so the tokenizer
-        # model checks their exact number.
+        # This function counts characters instead of bytes, because counting the bytes would require
+        # an encoded copy of the text. A text with too many characters also has too many bytes. The
+        # tokenizer model checks the exact number of bytes.
         if isinstance(prompt, str) and len(prompt) > self.max_prompt_bytes:
             raise self._error(
                 f"the prompt has at least {len(prompt)} bytes, but the limit is "

@@ -72,7 +72,7 @@ def messages_of(instructions: str | None, items: Sequence[Json]) -> list[Json]:
 
 
 def _without_cut_calls(items: Sequence[Json]) -> list[Json]:
-    """Return the items without the calls that were cut off and that the client has not run.
+    """Leave out each call that was cut off, unless the items contain the output of the call.
 
     A call was cut off if its status is not "completed". If the conversation contains the output of
     such a call, the model must see the call and the output. Otherwise, the model would repeat a
@@ -160,8 +160,8 @@ def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
         message = chat.append_assistant_message()
     if message["content"] is None:
         message["content"] = []
-    # An empty text is not stored. The content is then an empty list, which counts as no text, so
-    # that the next text is added to the same message.
+    # An empty text is not stored, so that the content stays empty. The next text is added to the
+    # same message, because the message has no text yet.
     if text:
         message["content"].append(text)
 

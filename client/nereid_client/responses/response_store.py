@@ -168,9 +168,9 @@ class Store:
 
     def _full_error(self) -> ApiError:
         """Return the error for a background response that is rejected because the store is full."""
-        # Only running responses can fill the store, because all other responses can be deleted. If
-        # the running responses have not reached the limit on their number, they have reached the
-        # limit on bytes.
+        # Only running responses can fill the store, because all other responses can be deleted. The
+        # store is full, so the running responses have reached one of its two limits: the limit on
+        # their number, or the limit on bytes.
         num_running, _ = self._totals(only_running=True)
         has_reached_count = num_running >= self._limits.count
         return ApiError(

@@ -79,7 +79,7 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
 
 
 def _page(names: Sequence[str], query: _PageQuery) -> tuple[Sequence[str], bool]:
-    """Return the names on a page, and whether there are more names in the direction of the query.
+    """Return the names on a page, and whether another page follows in the direction of paging.
 
     Example: for the names "a", "b" and "c", the query `before_id=c&limit=1` returns (["b"], True).
     """

@@ -95,7 +95,8 @@ def _output_kind(served: ServedModel, task: str | None) -> str:
         return (_EMBEDDING_TASKS | _CLASSIFIER_TASKS)[task]
     default: str = served.info["kinds"][0]
     # This route cannot return sparse weights, which /embed_sparse returns, and it cannot return
-    # scores, which require pairs of texts. A model with such a default gets another kind here.
+    # scores, which require pairs of texts. If one of these two kinds of output is the default of
+    # the model, this route returns a related kind.
     return {"sparse": "dense", "score": "classify"}.get(default, default)
 
 

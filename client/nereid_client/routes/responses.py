@@ -401,7 +401,7 @@ async def _events(
     """
 
     def store_and_encode(events: list[Json]) -> bytes:
-        """If `events` end the response, store it and set `store`. Return the encoded events."""
+        """Encode `events`. If they end the response, store the response."""
         if builder.is_over:
             events[-1]["response"]["store"] = store_if_requested()
         return b"".join(map(sse.named_event, events))

@@ -76,7 +76,7 @@ async def similarity(request: Request) -> Response:
         "prompt_name": body.prompt_name,
         "truncate": body.truncates,
     }
-    # `fields` names the field of the request in errors about the input tensor "texts".
+    # An error about the input tensor "texts" names the field inputs.sentences of the request.
     inputs = ModelInputs(tensors={"texts": texts}, fields={"texts": "inputs.sentences"})
     try:
         outputs = await call_model(request, served, inputs, options)
@@ -125,7 +125,7 @@ async def _call_embedder(
 def _correct_index(
     error: BackendError, num_queries: int, query_field: str, document_field: str
 ) -> BackendError:
-    """Convert the index in an error of the embedding model to a field and an index of the request.
+    """Correct the place that an error names: convert it to a field and an index of the request.
 
     The embedding model receives one list: first the queries, then the documents. Its error contains
     an index into this list. The index must be parsed, because the error of the Triton server

@@ -38,7 +38,7 @@ class ModelState:
 
     @property
     def must_stay_loaded(self) -> bool:
-        """Whether the frontend must not unload the model now.
+        """Whether unloading the model now is forbidden.
 
         True if a request uses the model, if the model is being loaded, unloaded or changed, or if a
         client has changed the model.

@@ -180,7 +180,7 @@ def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
 def _read_model(
     name: str, table: object, path: Path, defaults: Mapping[str, Mapping[str, str]]
 ) -> ModelSpec:
-    """Return the model that the table `name` of the file describes."""
+    """Return the model that the table with the name `name` describes."""
     entry = _read_entry(name, table, path)
     checkpoint = _checkpoint_path(name, entry, path)
     return ModelSpec(

@@ -11,7 +11,7 @@ from nereid_client.several_models.models_file import ModelSpec
 
 
 def write_repository(folder: Path, source: Path, specs: list[ModelSpec]) -> None:
-    """Write the models of `specs` to an empty folder. `source` is the repository that they copy."""
+    """Write the models of `specs` to an empty folder. Their files are copied from `source`."""
     for spec in specs:
         if spec.kind == "llm":
             # A language model is an ensemble of three models, which are called steps. The ensemble

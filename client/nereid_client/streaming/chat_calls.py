@@ -73,7 +73,7 @@ def _function_piece(piece: ToolCallPiece) -> Json:
 
 
 def _custom_piece(piece: ToolCallPiece, text: str) -> Json:
-    """Return a piece of a call of a custom tool in the format of a chunk.
+    """Convert a piece of a custom tool's call to the format of a chunk.
 
     OpenAI's library for Python declares no type for such a piece. This format is the one of a whole
     call, so that the library merges the pieces to a whole call.

@@ -93,7 +93,8 @@ async def chunk_events(
     try:
         while item is not None:
             unsent += [sse.event(chunk) for chunk in builder.add(item)]
-            # The chunks that end the last choice stay unsent until the usage and [DONE] follow.
+            # The chunks that end the last choice are not sent here. They are sent together with the
+            # usage and [DONE].
             if unsent and builder.unfinished_choices:
                 yield b"".join(unsent)
                 unsent = []

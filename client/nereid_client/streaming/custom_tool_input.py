@@ -46,8 +46,8 @@ class InputDecoder:
     def __init__(self) -> None:
         self._unread = ""  # the arguments whose meaning is not certain
         self._is_open = False  # whether the tokens `{"input": "` before the input have been read
-        # Whether all of the arguments are the input, because they do not begin with the tokens
-        # `{"input": "`.
+        # True if the arguments do not begin with the tokens `{"input": "`. All of the arguments are
+        # then the input.
         self._is_raw = False
 
     def add(self, arguments: str) -> str:

@@ -234,7 +234,7 @@ class _LocatedText:
         return position
 
     def _find(self, piece: str, *, is_text_complete: bool) -> int | None:
-        """Return the position of a token's text, or None if the text does not contain it.
+        """Return the position of a token's text, `piece`, in the answer. Return None if not found.
 
         `_recent_text` contains only the text from the position `_recent_start` on.
         """

@@ -68,7 +68,7 @@ def fetch(
         with error:
             return Answer(error.code, error.read().decode(errors="replace"))
     except (OSError, http.client.HTTPException) as error:
-        # If the time ends while urllib connects, urllib wraps the TimeoutError in a URLError.
+        # If the timeout expires while urllib connects, urllib wraps the TimeoutError in a URLError.
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         return Answer(None, str(error), is_late=isinstance(cause, TimeoutError))
 

@@ -112,9 +112,9 @@ class HangWatch(threading.Thread):
         """Return a description of the hang, or None if the model answers or has no requests."""
         if not self._may_hang():
             return None
-        # A hang can begin just after a check, and the next check starts up to `longest_delay_s`
-        # seconds later. The timeout is the rest of the limit, so that a hang is detected within the
-        # limit.
+        # A hang must be detected within `_limit_s` seconds. A hang can begin just after a check,
+        # and the next check starts up to `longest_delay_s` seconds later. The remaining time is the
+        # timeout of the request.
         longest_delay_s = self._limit_s / _CHECKS_PER_LIMIT
         timeout_s = self._limit_s - longest_delay_s
         answer = fetch(self._url, timeout_s, dict(self._probe.body))

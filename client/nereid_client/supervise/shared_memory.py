@@ -12,8 +12,8 @@ from pathlib import Path
 from nereid_client.locked_file import open_locked
 
 _FOLDER = Path("/dev/shm")
-# While a server runs, `nereid serve` locks a file whose name consists of these words and the prefix
-# of the server's shared memory.
+# While a server runs, `nereid serve` locks a file. The name of this file is `_LOCK_PREFIX` and the
+# prefix with which the names of the server's shared memory begin.
 _LOCK_PREFIX = "lock_of_"
 _LOCK_PATTERN = f"{_LOCK_PREFIX}nereid_*_????????_"
 

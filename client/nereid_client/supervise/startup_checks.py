@@ -289,7 +289,7 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
 
 
 def _wrong_host(host: str, error: OSError | UnicodeError) -> CliError:
-    """Return the error for a host on which no program on this machine can listen."""
+    """Return the error for a host that is not an address of this machine."""
     reason = error.strerror if isinstance(error, OSError) else error
     return CliError(
         f"--host: {host} is not an address of this machine ({reason}). Give one of its "

@@ -240,7 +240,7 @@ class Supervisor:
         return f"{self._server.name}: {child.model_errors[0]}"
 
     def _detected_hang(self) -> str | None:
-        """Return how a model hangs, as the first watch reports it, or None if no model hangs.
+        """Return the description of the first hang in `_hang_watches`, or None if no model hangs.
 
         Each watch sends test requests to one model. The watches start after the first warm-up.
         """

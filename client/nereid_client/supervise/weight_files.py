@@ -23,7 +23,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def model_folder(folder: Path) -> Path:
-    """Return the folder of the transformers model in a checkpoint, which contains config.json.
+    """Return the folder in a checkpoint that contains config.json and the weights for transformers.
 
     Some checkpoints of sentence-transformers have a subfolder, such as 0_Transformer, which
     modules.json names. Return `folder` if there is no such subfolder. The backend reports a damaged

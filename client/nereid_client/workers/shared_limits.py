@@ -77,7 +77,7 @@ class RequestsOfWorkers(SharedBudget):
         )
 
     def remove(self, client: str, amount: int) -> None:
-        """Record that `amount` requests of a client have ended."""
+        """Reduce the number of a client's running requests by `amount`, because they have ended."""
         with self.transaction():
             self.add(client, -amount)
             self._database.execute("DELETE FROM running WHERE amount = 0")

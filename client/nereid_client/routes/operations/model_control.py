@@ -55,7 +55,7 @@ def _find_model(control: ModelControl, model_id: str) -> ModelSpec:
 
 
 def _check_permission(request: Request) -> ModelControl:
-    """Check that the client may load and unload models. Return the object that does this.
+    """Check that the client may load and unload models. Return the control object.
 
     Raises: ApiError 403 if the server has a single model, or if the key file has the client's key.
     """

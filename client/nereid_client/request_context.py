@@ -386,7 +386,7 @@ async def read_and_validate(request: Request, kind: type[R]) -> R:
 
 
 async def convert(request: Request, function: Callable[[], T], more_bytes: int = 0) -> T:
-    """Call `function`, which converts the body or the result of a request. Return the converted data.
+    """Call `function`, which converts the body or the result of a request. Return the result.
 
     The conversion of a large body takes seconds. The function then runs in another thread, so that
     the event loop can continue with other requests. Only one large body is converted at a time,

@@ -231,7 +231,8 @@ class TritonBackend:
     async def _update_is_model_dead(self) -> None:
         """Find out whether the model is dead. Let the model generate a short answer to this end.
 
-        For each response, `generate` sets `_is_model_dead`. If no response arrives within the timeout, `_is_model_dead` stays unchanged.
+        For each response, `generate` sets `_is_model_dead`. If no response arrives within the
+        timeout, `_is_model_dead` stays unchanged.
         """
         probe = Generation("health", text_input="a", sampling_parameters=TEST_SAMPLING_PARAMETERS)
         with suppress(BackendError, TimeoutError):

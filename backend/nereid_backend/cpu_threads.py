@@ -160,7 +160,10 @@ class _LoadMeter:
         return self._clock() - self._stop_time
 
     def measured_seconds(self) -> float:
-        """Return the length of all periods since the last reset, including the present period."""
+        """Return the total length of the periods since the last reset, in seconds.
+
+        The present period is included.
+        """
         present = 0.0 if self._start is None else self._clock() - self._start[0]
         return self._seconds + present
 
@@ -194,8 +197,9 @@ def suitable_threads(max_threads: int, num_cpus: int, used_by_others: float) -> 
     """
 
     def expected_speed(num_threads: int) -> float:
-        # Other processes first use the CPUs on which no thread runs. The rest of their CPU time is
-        # taken from one of the threads, which delays all threads.
+        # Other processes first use the CPUs on which no thread runs. If these CPUs do not suffice,
+        # the other processes take CPU time from one of the threads. All threads then take longer,
+        # because they wait for each other at the end of each operation.
         taken_from_threads = used_by_others - (num_cpus - num_threads)
         return num_threads * (1 - min(1.0, max(0.0, taken_from_threads)))
 

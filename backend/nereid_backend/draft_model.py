@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 # During a long prompt or after a preemption, more known tokens are left, and draft tokens would
 # then cost more time than they save.
 _MAX_REMAINING = 16
-# The time for the draft tokens is measured only if, for each sequence, the draft model has at most
-# `_MAX_TIMED_TOKENS` known tokens (tokens of the prompt or the answer) left to compute. Computing
-# more known tokens would take most of the measured time.
+# The known tokens of a sequence are the tokens of the prompt and the answer. The time for the draft
+# tokens is measured only if the draft model must still compute at most `_MAX_TIMED_TOKENS` known
+# tokens of each sequence. Computing more known tokens would take most of the measured time.
 _MAX_TIMED_TOKENS = 4
 
 
@@ -255,8 +255,8 @@ class DraftModel:
         )
         if not self._tables.try_admit(copy, Request([copy])):
             return None
-        # A row is free, because there are `max_num_seqs` rows, only running sequences have rows,
-        # and at most `max_num_seqs` sequences run.
+        # A row is free, because there are `max_num_seqs` rows, and `copy` is the copy of one of at
+        # most `max_num_seqs` running sequences. Each running sequence needs at most one row.
         copy.row = self._free_rows.pop()
         return copy
 
@@ -273,7 +273,9 @@ class DraftModel:
     def _generate(
         self, drafts: list[SequenceDraft], num_sequences: int
     ) -> dict[Sequence, list[int]]:
-        """Generate the draft tokens of all sequences, and return them by the target sequence.
+        """Generate the draft tokens of all sequences.
+
+        The keys of the result are the sequences of the target model.
 
         Each forward pass of the draft model adds one token to each draft, until all drafts are
         complete. The time of the passes is measured, because later steps choose the number of draft
@@ -323,7 +325,7 @@ class DraftModel:
         return self._append_sampled_tokens(logits, sampling)
 
     def _plan_pass(self, drafts: list[SequenceDraft]) -> list[tuple[SequenceDraft, Chunk]]:
-        """Choose which tokens of each draft the next forward pass of the draft model computes.
+        """Choose the tokens that the next forward pass of the draft model computes for each draft.
 
         A pass computes at most `max_num_batched_tokens` tokens. Drafts with few uncomputed tokens
         come first, so that many drafts get their next token.

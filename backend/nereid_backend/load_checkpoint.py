@@ -390,8 +390,8 @@ def _eos_token_ids(
     """
     vocab_size = _num_embeddings(model)
     token_ids: set[int] = set()
-    # Programs for training on chats often change the token of the tokenizer, such as <|im_end|>,
-    # and leave the token of the base model in config.json.
+    # Programs for training on chats often change the end-of-sequence token in the files of the
+    # tokenizer, for example to <|im_end|>, but leave the token of the base model in config.json.
     tokenizer_eos_id = read_tokenizer_eos_id(folder)
     if tokenizer_eos_id is not None:
         token_ids.add(tokenizer_eos_id)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
-# The smallest number of seconds between two reports. A loop that takes less time reports nothing.
+# The smallest number of seconds between two reports. Nothing is reported if all items are processed
+# within this time.
 _INTERVAL_S = 5.0
 
 

@@ -223,7 +223,10 @@ class MtpPath:
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
-        """Let the MTP layer's sequence `own` use the hidden states of the model's `target`."""
+        """Let the sequence `own` of the MTP layer use the hidden states of the sequence `target`.
+
+        The model computes the hidden states of `target`.
+        """
         self._targets[own] = target
 
     def release(self, own: Sequence) -> None:

@@ -89,7 +89,8 @@ def _attend_decodes(
         cache_rows = group.rows(spec.window, spec.num_kv_heads)
         keys, values = cache.gather(layer, cache_rows)
         bias = group.visible(spec.window).bias
-        # `_attend_stepwise` expects a dimension for the queries of a sequence. A decode has one.
+        # `_attend_stepwise` expects a dimension for the queries of a sequence. The size of this
+        # dimension is 1, because a decode has one query.
         group_query = decode_queries[tokens].unsqueeze(2)  # [num_seqs, num_heads, 1, key_dim]
         group_out = _attend_stepwise((group_query, keys, values), bias, spec, scale, sinks)
         out[tokens] = group_out.squeeze(2)

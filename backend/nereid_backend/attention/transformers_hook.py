@@ -165,8 +165,8 @@ class PagedForward:
         """
         # Each group of layers has its own blocks, and therefore its own metadata.
         batch = self._batches[self._cache.group_of[layer]]
-        # `attend` expects no batch dimension. Its size is always 1, because all sequences of a step
-        # are packed into one row.
+        # `attend` expects tensors without a batch dimension. The size of the batch dimension is
+        # always 1, because all sequences of a step are packed into one row.
         inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
         out = choose_backend.attend(inputs, layer, self._cache, batch, scale=scale, sinks=sinks)
         return out.unsqueeze(0)

@@ -218,7 +218,7 @@ def _decode_packed(
     Args:
         tensors: the tensors of the weight, by suffix. weight_packed contains the integers, int32
             [rows, words], and weight_shape contains the number of rows and the number of inputs.
-            If there is no weight_zero_point, all zeros are 0.
+            If there is no weight_zero_point, all zero points are 0.
         _dtype: not used, because the weight consists of integers.
         group_size: the number of inputs in a group with one scale, as in the settings; None if the
             settings contain several group sizes.
@@ -265,11 +265,11 @@ def _choose_unpacking(
 def _signed_zeros(
     zeros: Tensor | None, unpack: Callable[[Tensor, int, int], Tensor], bits: int, num_rows: int
 ) -> Tensor | None:
-    """Return zeros as int8. If the zeros are packed into int32 words, unpack them with `unpack`."""
+    """Return zero points as int8. If `zeros` contains packed int32 words, unpack the words."""
     if zeros is None or zeros.dtype != torch.int32:
         return zeros
-    # A word contains the zeros of several rows, so the shape is [words, groups]. The tensor is
-    # transposed, because `unpack` expects the words in the last dimension.
+    # A word contains the zero points of several rows, so the shape is [words, groups]. The tensor
+    # is transposed, because `unpack` expects the words in the last dimension.
     return _to_signed(unpack(zeros.T, bits, num_rows).T, bits)
 
 
@@ -284,13 +284,14 @@ def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
     padded_words = _num_padded_words(num_integers, usual_bits)
     if num_words in (dense_words, padded_words):
         return usual_bits
-    # The unused bits do not change the rounded quotient, because there are fewer unused bits than
-    # integers. In a damaged file, the number of integers can be 0.
+    # A row usually has more integers than unused bits. The unused bits then do not change the
+    # rounded quotient. Example: 4 * 32 // 40 is 3, although 8 of the 128 bits are not used. `max`
+    # prevents a division by 0, because the number of integers can be 0 in a damaged file.
     return num_words * 32 // max(1, num_integers)
 
 
 def _num_dense_words(count: int, bits: int) -> int:
-    """Return the number of words for `count` integers without unused bits between integers."""
+    """Return the number of words for `count` integers that are stored without gaps."""
     return math.ceil(count * bits / 32)
 
 
@@ -300,7 +301,7 @@ def _num_padded_words(count: int, bits: int) -> int:
 
 
 def _unpack_padded_words(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack unsigned integers from 32-bit words that contain only whole integers.
+    """Unpack unsigned integers from 32-bit words if no integer extends into the next word.
 
     The highest bits of a word are not used if 32 is not a multiple of `bits`. The arguments and the
     result are those of `unpack_integers`.
@@ -321,7 +322,7 @@ def _decode_int8(
     *,
     group_size: int | None,
 ) -> IntegerWeight:
-    """Decode integers that are stored as int8: weight = (integer - zero) * scale.
+    """Decode integers that are stored as int8: weight = (integer - zero_point) * scale.
 
     `tensors` contains the tensors of the weight by suffix, and `group_size` is the number of inputs
     in a group with one scale. `_dtype` is not used, because the weight consists of integers.
@@ -329,7 +330,7 @@ def _decode_int8(
     return _create_integer_weight(
         values=tensors[".weight"],
         scales=tensors[".weight_scale"],
-        zeros=tensors.get(".weight_zero_point"),  # None if all zeros are 0
+        zeros=tensors.get(".weight_zero_point"),  # None if all zero points are 0
         group_of_input=tensors.get(".weight_g_idx"),
         usual_group_size=group_size,
         bits=8,
@@ -345,14 +346,14 @@ def _create_integer_weight(
     usual_group_size: int | None,
     bits: int,
 ) -> IntegerWeight:
-    """Create a weight from signed integers: weight = (integer - zero) * scale.
+    """Create a weight from signed integers: weight = (integer - zero_point) * scale.
 
-    The inputs of each row are divided into groups, and each group has one scale and one zero.
+    The inputs of each row are divided into groups, and each group has one scale and one zero point.
 
     Args:
         values: the integers, int8 [out_features, in_features].
         scales: the scales, [out_features, groups], [out_features] or a single number.
-        zeros: the zeros, in one of the shapes of `scales`; None if all zeros are 0.
+        zeros: the zero points, in one of the shapes of `scales`; None if all zero points are 0.
         group_of_input: [in_features], the index of each input's group, as in the file; None if the
             inputs of each group are consecutive.
         usual_group_size: the group size in the settings; None if the settings contain several
@@ -362,7 +363,7 @@ def _create_integer_weight(
     num_rows, num_inputs = values.shape
     group_scales = by_row(scales, num_rows)  # [out_features, groups]
     num_groups = group_scales.shape[1]
-    # A zero of a whole row is repeated for each group of the row.
+    # If each row has only one zero point, the zero point is repeated for each group of the row.
     group_zeros = None if zeros is None else by_row(zeros, num_rows).expand(-1, num_groups)
     group_size = _group_size(num_inputs, num_groups, usual_group_size)
     input_groups = None if group_of_input is None else _known_groups(group_of_input, num_groups)

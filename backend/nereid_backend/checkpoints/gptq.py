@@ -8,8 +8,8 @@ Source: the packing of TorchQuantLinear in GPTQModel 7.7, gptqmodel/nn_modules/q
     scales   float16 [groups, out_features]
     g_idx    int32 [in_features], the group of each input; without it, groups are consecutive
 
-weight = (integer - zero) * scale. In the original format `gptq`, the file contains zero - 1. In the
-format `gptq_v2`, the file contains zero.
+weight = (integer - zero_point) * scale. A file in the original format `gptq` contains each zero
+point minus 1. A file in the format `gptq_v2` contains the zero points without a change.
 """
 
 import math
@@ -44,12 +44,12 @@ def gptq_format(settings: Settings) -> Format:
     group_size = settings.get("group_size")
     if not isinstance(group_size, int) or group_size <= 0:
         group_size = None
-    # In the format gptq, the file contains `zero - 1` for each zero. In gptq_v2, the file contains
-    # `zero`.
+    # A file in the format gptq contains each zero point minus 1. A file in the format gptq_v2
+    # contains the zero points without a change.
     decode = partial(_decode, group_size=group_size, has_offset=format_name == "gptq")
-    # qweight contains the integers. qzeros and scales contain the zero and the scale of each group
-    # of inputs. g_idx contains the group of each input. The integers and the zeros are packed into
-    # 32-bit words.
+    # qweight contains the integers. qzeros and scales contain the zero point and the scale of each
+    # group of inputs. g_idx contains the group of each input. The integers and the zero points are
+    # packed into 32-bit words.
     layout = Layout(
         main=".qweight",
         others=(".qzeros", ".scales"),
@@ -68,11 +68,11 @@ def _decode(
     group_size: int | None,
     has_offset: bool,
 ) -> IntegerWeight:
-    """Unpack the integers, zeros and scales of a weight: weight = (integer - zero) * scale.
+    """Unpack a weight of integers: weight = (integer - zero_point) * scale.
 
-    The tensors qweight and qzeros contain the integers and the zeros, packed into 32-bit words.
-    Each group of inputs has one zero and one scale. The optional tensor g_idx contains the group of
-    each input. Without g_idx, the inputs of a group are consecutive.
+    The tensors qweight and qzeros contain the integers and the zero points, packed into 32-bit
+    words. Each group of inputs has one zero point and one scale. The optional tensor g_idx contains
+    the group of each input. Without g_idx, the inputs of a group are consecutive.
 
     Args:
         tensors: the tensors of the weight, by suffix.
@@ -80,7 +80,7 @@ def _decode(
         group_size: the number of inputs in a group, as in the settings; None if the settings
             contain no positive number. If this number does not match the number of scales, the
             group size is computed from the number of scales.
-        has_offset: whether the file contains zero - 1 instead of zero.
+        has_offset: whether the file contains each zero point minus 1.
 
     Raises:
         ValueError: if the shapes of the tensors do not match.
@@ -92,7 +92,8 @@ def _decode(
     # The layers of one checkpoint may have different numbers of bits, so the number is not read
     # from the settings.
     if group_of_input is None:
-        # The number of inputs is unknown, but each row of `qzeros` has one zero for each output.
+        # The number of inputs is unknown, but each row of `qzeros` has one zero point for each
+        # output.
         bits = _derive_bits(num_words=qzeros.shape[1], num_integers=len(scales))
         values = unpack_integers(packed, bits)
     else:
@@ -116,13 +117,13 @@ def _decode(
 
 
 def _unpack_zeros(packed: Tensor, bits: int, num_outputs: int, *, has_offset: bool) -> Tensor:
-    """Unpack the zeros of a weight. The result is [out_features, groups].
+    """Unpack the zero points of a weight. The result is [out_features, groups].
 
     Args:
         packed: the tensor qzeros, int32 [groups, words].
-        bits: the number of bits of a zero.
-        num_outputs: the number of zeros in each row of `packed`.
-        has_offset: whether `packed` contains zero - 1 instead of zero.
+        bits: the number of bits of a zero point.
+        num_outputs: the number of zero points in each row of `packed`.
+        has_offset: whether `packed` contains each zero point minus 1.
     """
     if has_offset:
         # The programs that create GPTQ checkpoints subtract 1 from all integers in a packed word

@@ -35,9 +35,9 @@ from nereid_backend.loading_progress import report_items
 if TYPE_CHECKING:
     from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
 
-# Panels (the blocks of weights that the CPU kernels read) store scales and zeros as float16. If
-# float16 changes a scale or a zero by more than `_MAX_HALF_ERROR` times the largest number in its
-# row, the weight is not stored in panels.
+# Panels (the blocks of weights that the CPU kernels read) store scales and zero points as float16.
+# If float16 changes a scale or a zero point by more than `_MAX_HALF_ERROR` times the largest number
+# in its row, the weight is not stored in panels.
 _MAX_HALF_ERROR = 2.0**-10
 # The numbers of bits of the integers in panels.
 _PANEL_BITS = (4, 6, 8)
@@ -94,7 +94,8 @@ class RoundedWeight:
     def integer_bytes(self) -> int:
         """The approximate number of bytes that the integers and their scales need in memory."""
         group_size = GROUP_SIZES[self.bits]
-        # Each group has a scale of 2 bytes. With 4 bits, each group also has a zero of one byte.
+        # Each group has a scale of 2 bytes. If the integers have 4 bits, each group also has a zero
+        # point of 1 byte.
         scale_bytes = 2 if self.bits == 8 else 3
         group_bytes = group_size * self.bits // 8 + scale_bytes
         return self.num_elements // group_size * group_bytes
@@ -287,7 +288,7 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
 
 
 def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> None:
-    """Store the integers, scales and zeros of a weight in a layer.
+    """Store the integers, scales and zero points of a weight in a layer.
 
     The CPU kernels must be able to read the weight; see `_fits_panels`.
 
@@ -331,9 +332,10 @@ def _check_shape(weight: LazyWeight, shape: Sequence[int], layer: nn.Linear) -> 
 def _fits_panels(weight: IntegerWeight) -> bool:
     """Return whether the CPU kernels can store and read a weight without further rounding.
 
-    The kernels read blocks of a weight matrix, the panels, whose scales and zeros are float16.
+    The kernels read blocks of a weight matrix, the panels, whose scales and zero points are
+    float16.
     """
-    # The widest integers of a panel (8 bits) can represent the integers of every weight.
+    # Panels can store integers of 8 bits, and no weight needs more bits.
     widest_bits = max(_PANEL_BITS)
     has_consecutive_groups = weight.input_groups is None  # the kernels support no other groups
     return (
@@ -345,14 +347,14 @@ def _fits_panels(weight: IntegerWeight) -> bool:
 
 
 def _fits_half(numbers: Tensor) -> bool:
-    """Return whether float16 is accurate enough for the scales or zeros of a weight.
+    """Return whether float16 is accurate enough for the scales or zero points of a weight.
 
     float16 has fewer digits for numbers below 6e-5, and scales of Q6_K are often that small. The
     rounding errors of small scales do not matter, because the weights of their groups are small,
     too. The errors are therefore compared with the largest number in the row.
 
     Args:
-        numbers: the scales or zeros, [out_features, groups].
+        numbers: the scales or zero points, [out_features, groups].
     """
     numbers = numbers.float()
     rounding_errors = (numbers.half().float() - numbers).abs()

@@ -15,17 +15,18 @@ PART_NUMBERS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight:
-    """A weight matrix of integers with scales and zeros.
+    """A weight matrix of integers with scales and zero points.
 
-    The inputs are divided into groups. For each output, a group has one scale and one zero. If
-    input i belongs to group g, the weight of output o is:
+    The inputs are divided into groups. For each output, a group has one scale and one zero point
+    (the integer that represents the weight 0). If input i belongs to group g, the weight of output
+    o is:
 
         weight[o][i] = (values[o][i] - zeros[o][g]) * scales[o][g]
 
     Attributes:
         values: int8 or uint8 [out_features, in_features].
         scales: [out_features, groups], of any floating-point data type.
-        zeros: [out_features, groups], of any data type; None if all zeros are 0.
+        zeros: the zero points, [out_features, groups], of any data type; None if all of them are 0.
         group_size: the number of consecutive inputs in one group.
         bits: the number of bits of a value.
         input_groups: int64 [in_features], the group of each input; None if groups are consecutive.
@@ -46,8 +47,8 @@ class IntegerWeight:
             num_groups = math.ceil(num_inputs / max(1, self.group_size))
         else:
             # If the inputs of a group need not be consecutive, groups can have different sizes. A
-            # row may therefore have any number of scales. However, it must have as many zeros as
-            # scales.
+            # row may therefore have any number of scales. However, it must have as many zero points
+            # as scales.
             num_groups = self.scales.shape[-1]
         needed_shape = (num_rows, num_groups)
         for name, numbers in (("scales", self.scales), ("zeros", self.zeros)):
@@ -66,8 +67,8 @@ class IntegerWeight:
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the weight as floating-point numbers, [out_features, in_features].
 
-        Each number is (value - zero) * scale, with the zero and the scale of its group. The weight
-        is computed in float32 and then rounded to `dtype`.
+        Each number is (value - zero_point) * scale, with the zero point and the scale of its group.
+        The weight is computed in float32 and then rounded to `dtype`.
         """
         num_rows, num_inputs = self.values.shape
         group_of_input = self.input_groups
@@ -97,11 +98,11 @@ def _row_slices(num_rows: int, num_columns: int) -> Iterator[slice]:
 
 
 def by_row(of_groups: Tensor, num_rows: int) -> Tensor:
-    """Convert scales or zeros to the shape [num_rows, groups].
+    """Convert scales or zero points to the shape [num_rows, groups].
 
     Args:
-        of_groups: the scales or zeros. The shape is [num_rows, groups], or [num_rows] if each row
-            has one group. A single number is repeated for all rows.
+        of_groups: the scales or zero points. The shape is [num_rows, groups], or [num_rows] if each
+            row has one group. A single number is repeated for all rows.
         num_rows: the number of rows of the weight.
     """
     of_groups = of_groups if of_groups.dim() == 2 else of_groups.reshape(-1, 1)

@@ -123,8 +123,8 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     arguments = weight_arguments(folder, config, dtype, as_dict=rounded_bits is not None)
     # transformers reads the weights from the folder, or gets them in the dict "state_dict".
     reads_folder = "state_dict" not in arguments
-    # A class that a Python file of the checkpoint defines can be used only if transformers itself
-    # reads the weights.
+    # The checkpoint may define the class of the model in a Python file. Such a class can be used
+    # only if transformers itself reads the weights.
     if not reads_folder and model_class(config) is None:
         raise UnsupportedModelError(
             f"quantised weights of the model type {config.model_type} are not supported, because "

@@ -46,7 +46,10 @@ def _id_in_list(added_tokens: object, text: object) -> int | None:
 
 
 def _text_of(token: object) -> object:
-    """Return the text of a token, which is a text, or an object with the field `content`."""
+    """Return the text of a token.
+
+    `token` is the text itself, or a JSON object whose field `content` contains the text.
+    """
     return token.get("content") if isinstance(token, dict) else token
 
 

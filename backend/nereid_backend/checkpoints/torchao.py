@@ -75,7 +75,7 @@ def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     scales = by_row(tensors[_SCALE], num_rows)
     zeros = tensors.get(_ZERO)
     if zeros is not None:
-        # An IntegerWeight without zeros takes less memory and computes faster.
+        # An IntegerWeight without zero points takes less memory and computes faster.
         has_nonzero = bool(zeros.any())
         zeros = by_row(zeros, num_rows) if has_nonzero else None
     fits_4_bits = bool(values.min() >= -8) and bool(values.max() <= 7)

@@ -37,7 +37,7 @@ def check_missing_weights(folder: Path, names: list[str], unused: list[str]) -> 
 
 
 def remedy_for_missing_weight(name: str, unused: Iterable[str]) -> str:
-    """Return a sentence that recommends a remedy for a weight that a checkpoint lacks.
+    """Return a sentence that tells users what to do if a weight is missing from a checkpoint.
 
     Wrappers for training add prefixes to the names of weights. Example: torch.compile writes
     "_orig_mod.lm_head.weight" instead of "lm_head.weight".
@@ -127,7 +127,7 @@ def _is_weight_in_layer(name: str, model: PreTrainedModel) -> bool:
 
 
 def _is_needed_by_layer(name: str, model: PreTrainedModel) -> bool:
-    """Return whether an unused weight changes the output of a layer that the model has.
+    """Return whether a layer of the model would give other outputs if it used an unused weight.
 
     Examples: the bias of a linear layer, if the model has the layer without a bias, and BERT's
     embeddings of relative positions, which transformers no longer supports.
@@ -192,7 +192,8 @@ def describe_wrong_shape(
         config: the config of the checkpoint.
         loading_class: the class of the model; None if transformers has no class for the model.
     """
-    # transformers has no exception class for this case. Its message recommends the argument
+    # transformers raises an exception of a general class if the shape of a weight is wrong. Such an
+    # exception is recognised by its message, which recommends the argument
     # `ignore_mismatched_sizes`.
     is_about_shape = "ignore_mismatched_sizes" in str(error)
     if loading_class is None or not is_about_shape:
@@ -209,8 +210,9 @@ def describe_wrong_shape(
         has_only_other_rows = (
             len(tensor.shape) == len(needed_shape) and tensor.shape[1:] == needed_shape[1:]
         )
-        # In a quantised checkpoint, the stored tensor of a weight may have another shape than the
-        # weight in the model. Therefore, only a wrong number of rows is then a problem.
+        # In a quantised checkpoint, the shape of a stored tensor can differ from the shape of the
+        # weight in the model. Therefore, only a wrong number of rows is a problem in a quantised
+        # checkpoint.
         if tensor.shape != needed_shape and (has_only_other_rows or not is_quantised):
             remedy = "Download the checkpoint again."
             # Some programs add tokens to a model, and do not change vocab_size.

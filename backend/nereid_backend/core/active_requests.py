@@ -147,7 +147,7 @@ class ActiveRequests:
         if sequence in request.followers:
             self._remove_from_followers(request, sequence)
         elif request.waits_for_prompt:
-            # `sequence` was the leader, and has ended before the prompt was computed.
+            # `sequence` was the leader, and it ends before the prompt is computed.
             self._promote_first_follower(request)
 
     def _remove_from_request(self, request: Request, sequence: Sequence) -> None:
@@ -158,7 +158,7 @@ class ActiveRequests:
             del self._requests[sequence.request_id]
 
     def _promote_first_follower(self, request: Request) -> None:
-        """Make the first follower of a request the new leader, which must compute the prompt."""
+        """Let the first follower compute the prompt in place of the leader, which has ended."""
         new_leader = request.followers.pop(0)
         self.waiting.add(new_leader)
 
@@ -203,7 +203,7 @@ class ActiveRequests:
             self.waiting.add(follower)
 
     def _remove_from_followers(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from `request.followers`, which lists sequences that wait for a prompt.
+        """Remove a sequence from `request.followers`, the sequences that have not had a row yet.
 
         If no follower is left, release the blocks of the prompt.
         """

@@ -19,7 +19,9 @@ def cheapest_victim(index: int, running: RunningSequences) -> Sequence:
 
 
 def cheapest_victim_of_largest_client(index: int, running: RunningSequences) -> Sequence:
-    """Choose the sequence to preempt if several clients have requests.
+    """Return the sequence to preempt: the cheapest sequence of the largest client.
+
+    The planner calls this function if several clients have requests.
 
     The sequence at `index` needs blocks. If no running sequence comes after this sequence, the
     result is this sequence. Otherwise, the candidates are this sequence and all later sequences.

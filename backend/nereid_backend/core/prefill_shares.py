@@ -58,7 +58,7 @@ class PrefillShares:
         if self._remaining is None or num_tokens <= 1:
             return num_tokens
         client = sequence.params.client_id
-        # If the client has got no share, the first call creates a share of `num_tokens` tokens.
+        # If the client has no share yet, this call creates a share of `num_tokens` tokens.
         share = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, share))
         self._remaining[client] = max(0, share - num_allowed)

@@ -216,8 +216,9 @@ class Scheduler:
         """
         sequences = self._requests.sequences_of(request_id)
         aborted = [sequence for sequence in sequences if index in (None, sequence.index)]
-        # End the sequences in reverse order. If the first sequence ended first, the next sequence
-        # would enter the waiting queue to compute the prompt, although it is aborted, too.
+        # End the sequences in reverse order. Otherwise, the end of the first sequence would put the
+        # next sequence into the waiting queue to compute the prompt, although the next sequence is
+        # aborted by the same call.
         updates = [self._endings.end(sequence, "abort") for sequence in reversed(aborted)]
         self._unreported_updates += reversed(updates)
 
@@ -364,7 +365,8 @@ class Scheduler:
         num_known = len(sequence.token_ids)
         chunk_end = chunk.start + chunk.num_tokens
         has_drafts = chunk_end > num_known
-        # Draft tokens at the end of the chunk do not count as computed before they are verified.
+        # The draft tokens at the end of the chunk count as computed only after they have been
+        # verified.
         sequence.num_computed_tokens = num_known if has_drafts else chunk_end
         ending = None
         if sampled is not None:
@@ -423,8 +425,9 @@ class Scheduler:
         """
         new_token_ids = sequence.token_ids[num_known:]
         if sequence.params.n > 1:
-            # The whole prompt has been computed, because a token was sampled. If the other
-            # sequences are already in the queue, this call does nothing.
+            # The step has sampled a token, which shows that the whole prompt is computed.
+            # Therefore, put the other sequences of the request into the queue. If they are already
+            # in the queue, this call does nothing.
             self._requests.share_prompt(sequence)
         # The sampled tokens after a stop token are not reported.
         top_logprobs = None if sampled.top is None else sampled.top[: len(new_token_ids)]

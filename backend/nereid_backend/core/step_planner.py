@@ -269,8 +269,8 @@ class StepPlanner:
         # Otherwise, the sequence at `index` could use the whole budget.
         num_later = len(self.running) - index - 1
         own_budget = max(1, budget - num_later)
-        # If `whole_prefill` is True, the first chunk of the sequence has contained the whole
-        # prompt. This chunk then contains only the last sampled token.
+        # If `whole_prefill` is True, an earlier chunk has computed the whole prompt. The chunk that
+        # is planned here then contains only the last sampled token.
         max_uncomputed = 1 if self.whole_prefill else own_budget
         # The client's share of the budget or a snapshot of a recurrent state can shorten the chunk.
         num_tokens = self._chunk_length(sequence, min(num_uncomputed, max_uncomputed))
@@ -339,8 +339,9 @@ class StepPlanner:
         Mutates: `has_overdue_prompt`. It becomes True if a prompt becomes overdue.
         """
         if self.must_wait_for_step:
-            # A running sequence needs blocks of another sequence, but the previous step is still
-            # running. A waiting sequence would take the blocks that are still free.
+            # A running sequence needs the blocks of another sequence, which can be preempted only
+            # when the previous step has ended. Admit no sequence until then, because it would take
+            # the blocks that are still free.
             return
         waiting = self.requests.waiting
         while waiting and self.running.free_rows and budget > 0:

@@ -11,7 +11,10 @@ from nereid_backend.core.step import Sampled
 
 
 class Ending(NamedTuple):
-    """The reason why a sequence ends, and the stop token; None if the length limit ends it."""
+    """The reason why a sequence ends, and the stop token that ended the sequence.
+
+    `stop_token_id` is None if no stop token ended the sequence.
+    """
 
     reason: FinishReason
     stop_token_id: int | None

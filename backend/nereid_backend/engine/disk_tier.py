@@ -125,7 +125,8 @@ class DiskTier:
             return None
         missing_hashes = [block_hash for block_hash in hashes if not self._is_in_memory(block_hash)]
         # A snapshot is a copy of a recurrent state. A recurrent model can continue a prefix only
-        # from the snapshot after the last block. Other models have no snapshots.
+        # from the snapshot that was saved after the last block of the prefix. Other models have no
+        # snapshots.
         snapshots = self._cache.snapshots
         needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
         if not missing_hashes and not needs_snapshot:

@@ -92,8 +92,9 @@ class ReloadableModel:
             EngineError: if neither the new weights nor the old weights can be loaded.
         """
         try:
-            # If an adapter can no longer be loaded, the old weights must not be freed, because
-            # neither model could be loaded with this adapter.
+            # Check the files of the adapters before the old weights are freed. If an adapter can no
+            # longer be loaded, loading the new weights would fail, and loading the old weights
+            # again would fail, too.
             self.parts.adapters.check_files()
         except ModelError as error:
             raise _load_error(error) from error

@@ -22,7 +22,7 @@ _GUIDE_WAIT_S = 0.02
 
 
 class _Compilation(NamedTuple):
-    """The compilation of a request's grammar, which has not been used yet.
+    """The compilation of a grammar for a request that has not used the grammar yet.
 
     Attributes:
         guide: the future of the guide, which applies the grammar to the tokens.

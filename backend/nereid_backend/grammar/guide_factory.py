@@ -94,8 +94,9 @@ class Guides:
         # The compiled grammars, and the token masks that were computed from these grammars.
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
-        # The future of the grammar libraries. It is None before the first call of `warm_up`.
-        # `_lock` prevents two threads from starting to load the libraries at the same time.
+        # A future whose result is the grammar libraries. It is None before the first call of
+        # `warm_up`. `_lock` prevents two threads from starting to load the libraries at the same
+        # time.
         self._libraries: Future[Libraries] | None = None
         self._lock = threading.Lock()
         # The threads and processes that compile grammars. No lock is needed, because

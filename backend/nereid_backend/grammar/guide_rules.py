@@ -84,7 +84,8 @@ def rules_for(
     stop_mask = mask_of(stop_ids, size)
     # Before the marker, every token except the stop tokens is allowed.
     free_mask = mask_of(range(size), size) & ~stop_mask
-    # In the text of the grammar, other special tokens and ids without bytes are not allowed either.
+    # In the part of the answer that must match the grammar, other special tokens and ids without
+    # bytes are not allowed either.
     forbidden_special_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
     forbidden_ids = forbidden_special_ids | vocabulary.unusable_ids
     grammar_mask = free_mask & ~mask_of(forbidden_ids, size)

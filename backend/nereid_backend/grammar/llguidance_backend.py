@@ -41,7 +41,7 @@ _BYTES_PER_CHARACTER = 30
 _MAX_MESSAGE = 300
 # The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
 # schemas inside it are compiled one by one to find the invalid schema. The same limit applies to
-# the patterns of a schema that are compiled one by one.
+# the number of patterns if the patterns of a schema are compiled one by one.
 _MAX_LOCATED = 200
 # The library's message quotes the source text and indents each quoted line by this number of
 # characters.
@@ -140,8 +140,8 @@ class LLGuidanceBackend:
         """
         parts = (part for part, _ in subschemas(schema) if isinstance(part, dict))
         with_pattern = (part for part in parts if isinstance(part.get("pattern"), str))
-        # `list` searches the schema completely before the first pattern is removed, because the
-        # schema must not change during the search.
+        # `list` reads the generator before the first pattern is removed, because the schema must
+        # not change while the generator searches the schema.
         for part in list(itertools.islice(with_pattern, _MAX_LOCATED)):
             grammar = _schema_grammar({"type": "string", "pattern": part["pattern"]})
             # Example: "look-around, including look-ahead and look-behind, is not supported". The

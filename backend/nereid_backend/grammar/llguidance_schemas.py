@@ -146,7 +146,11 @@ def _make_inclusive(schema: dict[str, Any], bound: _Bound) -> None:
 
 
 def _numbers(schema: Mapping[str, object], bound: _Bound) -> list[float]:
-    """Return the values of the two keywords of a bound in a schema, if they are numbers."""
+    """Return the numbers that a schema contains for a bound: inclusive, exclusive or both.
+
+    Example: for a lower bound, the schema `{"minimum": 1, "exclusiveMinimum": 3}` gives [1, 3].
+    Values that are not numbers are left out.
+    """
     values = (schema.get(bound.inclusive), schema.get(bound.exclusive))
     return [value for value in values if _is_number(value)]
 

@@ -26,9 +26,9 @@ _SLOW_WORDS = frozenset(
         *("minProperties", "maxProperties"),
     }
 )
-# Types of nodes in structural tags. Only clients use these types. With some of these nodes,
-# xgrammar 0.2.8 ends the process that compiles the tag, for example because of a token that does
-# not exist.
+# Types of nodes in structural tags. Structural tags from the project itself do not contain these
+# types, but structural tags from clients may contain them. xgrammar 0.2.8 crashes when it compiles
+# some of these nodes. Example: a node with a token that the vocabulary does not contain.
 _RISKY_NODES = frozenset(
     {
         *("token", "exclude_token", "any_tokens", "token_triggered_tags"),
@@ -37,15 +37,16 @@ _RISKY_NODES = frozenset(
 )
 _LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
 _QUICK_LENGTH = 1000
-# xgrammar 0.2.8, which compiles structural tags, needs time for each repetition that the patterns
-# and lengths of a tag allow, and for a repetition in a pattern about 20 times as long as for a
-# repetition in a length. Even with a vocabulary of 2048 tokens, 60 patterns `.{0,99}` take nine
-# seconds. The sum of all repetitions in a quick tag is at most _QUICK_TAG_REPETITIONS.
+# The patterns and lengths of a structural tag allow repetitions. xgrammar 0.2.8, which compiles
+# structural tags, needs time for each repetition. A repetition in a pattern takes about 20 times as
+# long as a repetition in a length. Even with a vocabulary of 2048 tokens, 60 patterns `.{0,99}`
+# take nine seconds. The sum of all repetitions in a quick tag is at most _QUICK_TAG_REPETITIONS.
 _QUICK_TAG_REPETITIONS = 640
 _PATTERN_WEIGHT = 20
-# xgrammar compiles these string formats slowly: a format takes as much time as a length with the
-# given number of repetitions. With a vocabulary of 150,000 tokens, 20 properties with the format
-# `uri-template` take five seconds. The other formats are quick.
+# xgrammar compiles these string formats slowly. For each format, the number is the upper bound of a
+# length, such as maxLength, that takes the same time to compile. With a vocabulary of 150,000
+# tokens, 20 properties with the format `uri-template` take five seconds. The other formats are
+# quick.
 _FORMAT_REPETITIONS = {
     "email": 340,
     "hostname": 140,
@@ -78,7 +79,7 @@ def is_quick(spec: GrammarSpec) -> bool:
 
 
 def _num_repetitions(tag: object) -> float:
-    """Return the number of repetitions in the patterns, lengths and formats of a structural tag.
+    """Estimate the cost of compiling a structural tag, as a number of repetitions.
 
     A repetition in a pattern is counted _PATTERN_WEIGHT (20) times. Example: a schema with
     `"maxLength": 50` has 50 repetitions. A schema with the pattern `a{4}b{1,2}` has (4 + 2) * 20

@@ -43,10 +43,11 @@ _NUM_RECENT = 4
 # without sampling. A text of one byte has only one token, so no token would be added. Therefore,
 # the text must have at least `_MIN_FORCED_BYTES` bytes.
 _MIN_FORCED_BYTES = 2
-# With ambiguous rules, the time for one token can grow with each token of the answer, also long
-# after the first tokens, which a trial tests. The tokens of an answer that take longer than
-# `_SLOW_TOKEN_S` may take at most `_MAX_SLOW_S` together. Otherwise, the answer would delay the
-# steps of all other requests. With usual grammars, a token takes less than a millisecond.
+# If a grammar has ambiguous rules, the check of one token can take longer with each token of the
+# answer. A trial of the grammar tests only the first tokens, so it does not always find such a
+# grammar. Therefore, all checks of an answer that take longer than `_SLOW_TOKEN_S` may take at most
+# `_MAX_SLOW_S` together. Otherwise, the answer would delay the steps of all other requests. With
+# usual grammars, a check takes less than a millisecond.
 _SLOW_TOKEN_S = 0.02
 _MAX_SLOW_S = 2.0
 
@@ -89,7 +90,8 @@ class TokenGuide:
         # The last tokens of the answer. `forced` needs these tokens to tokenise the text that must
         # follow, because the tokens of a text depend on the preceding text.
         self._recent_ids: deque[int] = deque(maxlen=_NUM_RECENT)
-        # The CPU time that the slow tokens of the answer have taken, in seconds.
+        # The total CPU time of the slow checks in seconds. A check is slow if it takes more than
+        # `_SLOW_TOKEN_S` for each token.
         self._slow_s = 0.0
 
     # ---- tokens of the answer --------------------------------------------------------------------
@@ -100,16 +102,17 @@ class TokenGuide:
         Raises:
             EngineError: if a token is not allowed. The guide has then advanced by all tokens before
                 this token.
-            RequestError: if the slow tokens of the answer have taken too much time.
+            RequestError: if the slow checks of the answer's tokens took too much time.
         """
         started = time.thread_time()
         self._accept_all(token_ids)
         self._check_time(time.thread_time() - started, len(token_ids))
 
     def _check_time(self, seconds: float, num_tokens: int) -> None:
-        """Raise a RequestError if the slow tokens of the answer have taken too much time.
+        """Raise a RequestError if the slow checks of the answer's tokens took too much time.
 
-        `seconds` is the CPU time that the last `num_tokens` tokens have taken.
+        A check is slow if it takes more than `_SLOW_TOKEN_S` for each token. `seconds` is the CPU
+        time of the check of the last `num_tokens` tokens.
         """
         if seconds <= _SLOW_TOKEN_S * num_tokens:
             return
@@ -123,7 +126,10 @@ class TokenGuide:
             )
 
     def _accept_all(self, token_ids: list[int]) -> None:
-        """Update the states with the answer's next tokens. Raise the EngineError of `accept`."""
+        """Update the states with the answer's next tokens.
+
+        If a token is not allowed, raise an EngineError, as documented for `accept`.
+        """
         # The fast case below is only for guides without a thinking phase.
         has_only_grammar = self._thinking is None
         matcher = self._matcher if has_only_grammar else None

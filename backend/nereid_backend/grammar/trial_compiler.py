@@ -30,9 +30,9 @@ _MODULE = "nereid_backend.grammar.trial_process"
 # The largest number of grammars that may wait for their test in a child process.
 _MAX_JOBS = 256
 _STOP_TIMEOUT_S = 5.0
-# If the process has an unfinished job and has sent nothing for the time limit of a trial plus this
-# number of seconds, the process is considered to be hanging and is killed. The additional seconds
-# also allow the process to load its libraries.
+# If the process has an unfinished job, it must send a message within the time limit of a trial plus
+# `_EXTRA_S` seconds. Otherwise, the process is considered to be hanging and is killed. The
+# additional seconds also allow the process to load its libraries.
 _EXTRA_S = 60.0
 
 

@@ -164,8 +164,8 @@ class TrialServer:
         job.connection, child_end = Pipe(duplex=False)
         job.pid = os.fork()
         if job.pid == 0:
-            # If this process is killed, the engine must notice the end of the connection at once,
-            # so the child must not keep the connection open.
+            # Close the child's copy of the connection to the engine. If the parent process is
+            # killed, the connection then ends at once, and the engine notices the end.
             self._connection.close()
             _run_child(child_end, self._compile, job, self._timeout_s)
         child_end.close()

@@ -28,12 +28,14 @@ _MAX_TEXT = 80
 # The validator of a longer schema is not cached. A validator needs about ten bytes for each
 # character of its schema, so 256 validators of schemas with megabytes would fill the memory.
 _MAX_CACHED_CHARS = 2**16
-# The time limit of a validation is `_MIN_TIME_S` seconds, and `_TIME_S_PER_CHARACTER` seconds for
-# each character of the answer. Usual schemas need a small part of this time.
+# The time limit of a validation in seconds is the sum of `_MIN_TIME_S` and `_TIME_S_PER_CHARACTER`
+# for each character of the answer. The validation of usual schemas takes only a small part of this
+# time.
 _MIN_TIME_S = 1.0
 _TIME_S_PER_CHARACTER = 2e-4
 
-# The type of the errors that jsonschema returns. The library ships no types.
+# The annotation of the errors that jsonschema returns. The annotation is `Any`, because the library
+# jsonschema contains no type annotations.
 _Errors = Any
 _CURRENT_DRAFT = jsonschema.Draft202012Validator
 
@@ -216,7 +218,9 @@ def _limit_keywords() -> None:
 
 
 def _limit_regular_expressions() -> None:
-    """Make jsonschema search regular expressions with `_search`, which has a time limit.
+    """Replace the function with which jsonschema applies regular expressions by `_search`.
+
+    `_search` has a time limit.
 
     Several keywords, such as `pattern` and `additionalProperties`, call `re.search`. Therefore, the
     variable `re` in the modules of the keywords gets an object with another function `search`.

@@ -20,8 +20,9 @@ TokenMask = NDArray[np.int32]
 # The token masks of n sequences, an array of the shape [n, ceil(size / 32)].
 TokenMasks = NDArray[np.int32]
 
-# These decoders of the library tokenizers put a space between two words. Whether a token begins a
-# word depends on the tokens around it, so the bytes of a single token are not known.
+# These decoders, which belong to the Python package `tokenizers`, put a space between two words.
+# Whether a token begins a word depends on the tokens around it, so the bytes of a single token are
+# not known.
 _DECODERS_WITH_SPACES = {"WordPiece", "BPEDecoder", "CTC"}
 _SHORT_WHITE_SPACE = frozenset({b" ", b"\n", b"  ", b" \n", b"\n ", b"\n\n"})
 
@@ -134,7 +135,7 @@ class Vocabulary:
         raise KeyError(data[:1])
 
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
-        """Return the tokens that the tokenizer would choose for `data`, which must come next.
+        """Return the tokens that the tokenizer would choose for the forced bytes `data`.
 
         The grammar allows no other bytes next. The last token is left out, because it may merge
         with the text that follows. A marker, such as </think>, is not left out: the tokenizer

@@ -120,7 +120,7 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
 
 
 def _is_accurate(product: Float8Product, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a small product of random matrices has almost the exact result.
+    """Return whether a method multiplies two random matrices accurately.
 
     Return False if the device or this version of torch does not support the method.
     """

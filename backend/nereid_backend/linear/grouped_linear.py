@@ -49,9 +49,9 @@ class GroupedLinear(nn.Linear):
     Attributes:
         values: the integers as uint8, in panels of 16 outputs; see integer_layout.py.
         scales: float16 [panels, groups, 16].
-        zeros: [panels, groups, 16], uint8 if every zero is an integer from 0 to 255, and otherwise
-            float16. None means that the zero of every group is the middle of the range (8 for 4
-            bits, 128 for 8 bits).
+        zeros: [panels, groups, 16], uint8 if every zero point is an integer from 0 to 255, and
+            otherwise float16. None means that the zero point of every group is the middle of the
+            range (8 for 4 bits, 128 for 8 bits).
         bits: the number of bits of an integer, 4, 6 or 8.
         group_size: the number of inputs that share a scale.
     """
@@ -84,9 +84,9 @@ class GroupedLinear(nn.Linear):
                 2**(bits - 1) - 1.
             scales: [out_features, groups], any floating-point dtype. The number of groups is
                 in_features / group_size, rounded up.
-            zeros: [out_features, groups], the zero of each group in the range of `values`. Any
-                integer or floating-point dtype is accepted. None means the middle of the range: 0
-                for int8, or 2**(bits - 1) for uint8.
+            zeros: [out_features, groups], the zero point of each group in the range of `values`.
+                Any integer or floating-point dtype is accepted. None means the middle of the range:
+                0 for int8, or 2**(bits - 1) for uint8.
             group_size: the number of inputs that share a scale. It must be a multiple of 8 (16 with
                 6 bits) or at least in_features. If it is at least in_features, each output has one
                 scale.
@@ -118,7 +118,7 @@ class GroupedLinear(nn.Linear):
         *,
         bits: int,
     ) -> None:
-        """Pack the integers, scales and zeros of all outputs, and store them in the layer.
+        """Pack the integers, scales and zero points of all outputs, and store them in the layer.
 
         The CPU kernel reads the packed integers in panels of 16 outputs. Mutates: the layer.
 
@@ -145,7 +145,7 @@ class GroupedLinear(nn.Linear):
     def allocate_panels(
         self, in_features: int, group_size: int, *, bits: int, zeros_dtype: torch.dtype | None
     ) -> None:
-        """Allocate the memory for the integers, scales and zeros that `store_rows` will store.
+        """Allocate the memory for the numbers that `store_rows` will store.
 
         Mutates: the layer.
 
@@ -153,8 +153,8 @@ class GroupedLinear(nn.Linear):
             in_features: the number of inputs.
             group_size: the number of consecutive inputs that share a scale in the checkpoint.
             bits: the number of bits of an integer, 4, 6 or 8.
-            zeros_dtype: the dtype of the stored zeros, uint8 or float16; None if the groups have no
-                zeros.
+            zeros_dtype: the dtype of the stored zero points, uint8 or float16; None if the groups
+                have no zero points.
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features, inputs_per_unit(bits))
@@ -173,7 +173,7 @@ class GroupedLinear(nn.Linear):
             self.register_buffer(name, tensor, persistent=False)
 
     def store_rows(self, start: int, values: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-        """Pack and store the integers, scales and zeros of several consecutive outputs (rows).
+        """Pack and store the integers, scales and zero points of consecutive outputs (rows).
 
         The kernels read blocks of LANES outputs, which are called panels. A call stores whole
         panels, but the last panel of the layer may be incomplete. Mutates: the layer.
@@ -183,23 +183,23 @@ class GroupedLinear(nn.Linear):
             values: the integers, [num_rows, in_features], uint8 or int8.
             scales: the scale of each group of inputs, [num_rows, groups].
             zeros: the integer that represents the weight 0 in each group, [num_rows, groups]; None
-                if the layer has no zeros.
+                if the layer has no zero points.
         """
         first_panel = start // LANES
         panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
-        # Signed integers and their zeros are shifted by `offset`, so that they become unsigned. The
-        # difference (integer - zero) stays the same.
+        # `offset` is added to signed integers and their zero points, so that they become unsigned.
+        # The difference (integer - zero point) does not change.
         offset = _offset(values.dtype, self.bits)
         # The sum is computed in int16, because it can exceed the range of int8.
         unsigned = (values.to(torch.int16) + offset).to(torch.uint8) if offset else values
         self.values[panels] = pack_values(unsigned, self.bits, self.group_size)
         self.scales[panels] = self._stored_layout(scales.float())
         if self.zeros is not None:
-            assert zeros is not None, "a layer with zeros needs the zeros of all outputs"
+            assert zeros is not None, "the zero points of all outputs are required"
             self.zeros[panels] = self._stored_layout(zeros.float() + offset)
 
     def _stored_layout(self, of_groups: Tensor) -> Tensor:
-        """Convert scales or zeros, [out_features, groups], to the layout that the kernels read.
+        """Convert scales or zero points of the shape [out_features, groups] to the kernels' layout.
 
         A number is repeated for each smaller group into which a group of the checkpoint is divided.
         """
@@ -356,7 +356,7 @@ def _used_group_size(group_size: int, in_features: int, unit: int) -> int:
 
 
 def _offset(dtype: torch.dtype, bits: int) -> int:
-    """Return the number that is added to integers and zeros of a checkpoint before they are stored.
+    """Return the number that a layer adds to a checkpoint's integers and zero points.
 
     A layer stores unsigned integers. Example: signed integers of 4 bits, from -8 to 7, are stored
     as the integers from 0 to 15, so the result is 8.
@@ -371,8 +371,8 @@ def _offset(dtype: torch.dtype, bits: int) -> int:
 def _stored_dtype(zeros: Tensor) -> torch.dtype:
     """Return the dtype in which a layer stores `zeros`, uint8 or float16.
 
-    The zero of a group is the value that represents the weight 0. If all zeros are integers from 0
-    to 255, return uint8. Otherwise, return float16.
+    The zero point of a group is the value that represents the weight 0. If all zero points are
+    integers from 0 to 255, return uint8. Otherwise, return float16.
     """
     are_bytes = (zeros >= 0) & (zeros <= torch.iinfo(torch.uint8).max) & (zeros == zeros.round())
     return torch.uint8 if bool(are_bytes.all()) else torch.float16

@@ -174,7 +174,7 @@ class AdapterStep:
 
     @classmethod
     def for_all_rows(cls, device: torch.device) -> Self:
-        """Return the description of a step in which all rows use the first joined adapter."""
+        """Return the description of a step in which all rows use the adapter with the index 0."""
         return cls(torch.zeros(1, dtype=torch.int64, device=device), np.zeros(1, dtype=np.int64))
 
     def unused_columns(self, ranks: Ranks, num_rows: int) -> Tensor:

@@ -66,8 +66,8 @@ class _LoadedAdapter:
     Attributes:
         weights: the matrices of the layers whose products torch adds. The matrices of the other
             layers are in `LoraLayers._native`.
-        total_rank: the sum of the ranks in `weights`, which limits the concatenated matrices; see
-            `LoraLayers._join_if_needed`.
+        total_rank: the sum of the ranks in `weights`. `LoraLayers._join_if_needed` uses this sum to
+            limit the size of the concatenated matrices.
         hooked_layers: the names of the layers that need a forward hook.
     """
 
@@ -135,7 +135,9 @@ class LoraLayers:
         hooks = self._choose_hooks(weights)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
-            # The rank limits the concatenated matrices, which only torch uses.
+            # Only layers that torch computes are counted, because only torch concatenates the
+            # matrices of several adapters. The sum of the ranks determines the memory for the
+            # concatenated matrices.
             total_rank=sum(len(pair.down) for pair in for_torch.values()),
             hooked_layers=list(hooks),
         )

@@ -53,9 +53,9 @@ class _MergedGroup:
     """
 
     def __init__(self, sizes: list[int]) -> None:
-        """Create a group of layers that one product computes. No outputs are stored yet.
+        """Create a group of layers whose outputs are computed by one matrix product.
 
-        `sizes` contains the number of outputs of each layer.
+        No outputs are stored yet. `sizes` contains the number of outputs of each layer.
         """
         self._sizes = sizes
         # The input from which the stored outputs were computed, and the outputs. After
@@ -272,8 +272,8 @@ def _join(layers: list[MergedLayer], name: str) -> Tensor:
     for layer, view in zip(layers, torch.split(merged, sizes), strict=True):
         tensor: Tensor = getattr(layer, name)
         view.copy_(tensor)
-        # torch accepts only another parameter in place of a parameter. Buffers, such as packed
-        # weights, are plain tensors.
+        # In torch, an attribute that is a parameter can be replaced only by another parameter.
+        # Buffers, such as packed weights, are plain tensors.
         is_parameter = isinstance(tensor, nn.Parameter)
         setattr(layer, name, nn.Parameter(view, requires_grad=False) if is_parameter else view)
     return merged

@@ -90,7 +90,8 @@ class NativeAdapters:
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
         self._layer_outputs = (ctypes.c_int64 * len(layers))(*map(_num_outputs, layers.values()))
         self._products = _matrix_products(groups)
-        # The kernels do not compute these layers. Their forward hooks pass the keys to the kernels.
+        # Maps the layers that the kernels do not compute to keys. The forward hooks of these layers
+        # pass the keys to the kernels.
         self._hook_keys = _hook_keys(layers)
         self._stored: dict[Adapter, _StoredAdapter] = {}
         # True if the matrices of the adapters are bfloat16, False if they are float32.
@@ -353,7 +354,7 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
         if isinstance(first_layer, MergedLayer):
             products.append(_product_of_layers(first_layer.merged_address, layers, first_number))
         first_number += len(layers)
-    # The kernels find a key (the field `weight`) by binary search.
+    # The kernels find a product by a binary search for the value of its field `weight`.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)
 

@@ -194,8 +194,9 @@ def _packed_class(
     if original_class is nn.Embedding:
         return packed_class
     name = f"{packed_class.__name__}Of{original_class.__name__}"
-    # The methods of the first base class are called. Its calls of `super()` refer to the second
-    # base class instead of nn.Embedding.
+    # The new class uses the methods of the first base class, `original_class`. If such a method
+    # calls `super()`, the call refers to the second base class, `packed_class`, instead of
+    # nn.Embedding.
     bases = (original_class, packed_class)
     # pickle cannot find this class by its name, so `_reduce` defines how to restore an object.
     members = {"__reduce__": _reduce}

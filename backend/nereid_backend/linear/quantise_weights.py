@@ -2,7 +2,7 @@
 """Rounds the weights of linear layers to integers of 8, 6 or 4 bits when a model is loaded.
 
 With 8 bits, each group of 64 inputs has a scale, and with 6 bits, each group of 32 inputs. The
-weight 0 has no rounding error. With 4 bits, each group of 32 inputs has a scale and a zero.
+weight 0 has no rounding error. With 4 bits, each group of 32 inputs has a scale and a zero point.
 docs/history/cpu-kernels.md contains the measured errors and speeds.
 """
 
@@ -43,7 +43,7 @@ _SLICE_BYTES = 4 * 2**20
 
 
 class QuantisedWeight(NamedTuple):
-    """The integers, scales and zeros of a weight; see `GroupedLinear.from_quantised`."""
+    """The integers, scales and zero points of a weight; see `GroupedLinear.from_quantised`."""
 
     values: Tensor
     scales: Tensor
@@ -106,7 +106,7 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
     """Round a weight, [out_features, in_features], to integers with one scale for each group.
 
     A group consists of 64 consecutive inputs of one output with 8 bits, or of 32 inputs with 6 or 4
-    bits. With 4 bits, each group also has a zero: the integer that represents the weight 0.
+    bits. With 4 bits, each group also has a zero point: the integer that represents the weight 0.
     Example with 8 bits: a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
     [50, -127].
     """
@@ -135,7 +135,7 @@ def round_layer_in_place(
     """
     num_rows, in_features = layer.weight.shape
     grouped = change_class(layer, GroupedLinear)
-    # Integers of 6 and 8 bits are symmetric, so they need no zeros.
+    # Integers of 6 and 8 bits are symmetric, so they need no zero points.
     zeros_dtype = torch.uint8 if bits == 4 else None
     grouped.allocate_panels(in_features, GROUP_SIZES[bits], bits=bits, zeros_dtype=zeros_dtype)
     rows_per_slice = _rows_of_slice(in_features)

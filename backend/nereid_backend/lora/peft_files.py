@@ -135,7 +135,8 @@ def _read(file: Path, max_file_bytes: int, *, lora_memory: int) -> bytes:
         if size <= max_file_bytes:
             return file.read_bytes()
     except OSError as error:
-        # pathlib would raise the same error again if the hint searched for files with this path.
+        # If the path is too long, give no hint: the search for a hint would access files with the
+        # same path, and pathlib would raise the same error again.
         hint = "" if error.errno == errno.ENAMETOOLONG else _missing_file_hint(file)
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
     except ValueError as error:  # for example, the path contains a NUL character
@@ -155,7 +156,8 @@ def _missing_file_hint(file: Path) -> str:
             " Load the adapter with the library PEFT, and write it again with"
             " save_pretrained(folder, safe_serialization=True)."
         )
-    # PEFT writes an adapter whose name is not "default" into a subfolder with this name.
+    # If the name of an adapter is not "default", PEFT writes the adapter into a subfolder. The name
+    # of the subfolder is the name of the adapter.
     configs = sorted(file.parent.glob(f"*/{_CONFIG_FILE}"))
     if file.name == _CONFIG_FILE and configs:
         return f" Give the folder of one adapter, such as {configs[0].parent}."
@@ -200,7 +202,9 @@ class _PeftConfig:
         return float(alpha / divisor)
 
     def _layer_setting(self, setting: str, layer_name: str, *, default: object) -> object:
-        """Return the value that a setting with patterns has for one layer, or the default.
+        """Return the value of a setting for one layer; `default` if no pattern matches the layer.
+
+        The setting maps regular expressions (patterns) of layer names to values.
 
         Example: with rank_pattern={"q_proj": 2} and the default 8, the layer "layers.0.q_proj" has
         the rank 2, and the layer "layers.0.k_proj" has the rank 8.
@@ -234,7 +238,7 @@ class _PeftConfig:
 
 
 def _matches(pattern: str, layer_name: str) -> bool:
-    """Return whether `pattern` matches a layer name, or everything after one of its dots.
+    """Return whether a pattern matches a layer name, or the part of the name after any of its dots.
 
     Example: "q_proj" matches "layers.0.q_proj".
 

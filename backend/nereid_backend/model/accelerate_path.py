@@ -45,7 +45,10 @@ class GraphSetup:
 
     @property
     def test_sizes(self) -> Sizes:
-        """The sizes of a test path: a small KV cache with the data type of the engine's cache."""
+        """The sizes of a forward path for tests.
+
+        The KV cache is small, and has the data type of the engine's cache.
+        """
         return replace(self.chosen.trial.sizes, kv_cache_dtype=self.sizes.kv_cache_dtype)
 
     def build_test_path(self) -> PackedPath:
@@ -281,7 +284,7 @@ def _capture_pieces(
     report: Callable[[str], None],
     token_counts: Sequence[int] = TOKEN_COUNTS,
 ) -> PiecewiseGraphs:
-    """Let a path replay its steps with prefills from CUDA graphs, and return the graphs.
+    """Capture the steps with prefills as CUDA graphs that the path replays. Return the graphs.
 
     The work of a step between two attention calls is one graph (a piece). If a capture fails, all
     graphs are deleted, and the path computes its steps without graphs.

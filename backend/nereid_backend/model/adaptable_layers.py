@@ -18,10 +18,10 @@ from nereid_backend.paths.model_call import ModelCall
 
 log = logging.getLogger(__name__)
 
-# The number of tokens in the test step. A layer whose input has one row for each of these tokens is
-# assumed to compute every token. Layers that do not compute every token must therefore have another
-# number of rows. The output layer has 1 row, so the number of tokens must not be 1. A layer may
-# have one row for each expert, so the number must not be a common number of experts, such as 8.
+# The number of tokens in the test step. If the input of a layer has `_NUM_TOKENS` rows, the layer
+# is assumed to compute every token. Other layers must not have `_NUM_TOKENS` rows by chance. The
+# output layer has 1 row, so the number of tokens must not be 1. A layer may have one row for each
+# expert, so the number must not be a common number of experts, such as 8.
 _NUM_TOKENS = 7
 
 

@@ -43,7 +43,7 @@ class CachePlan:
 def plan_cache(
     config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
 ) -> CachePlan:
-    """Measure the memory of a forward pass, divide the remaining memory into blocks, and report.
+    """Measure the memory of a forward pass, and divide the remaining memory into blocks.
 
     Args:
         config: the settings.

@@ -163,7 +163,7 @@ class ForwardSwap:
 
 
 def _is_worth_compiling(config: EngineConfig, checkpoint: Checkpoint) -> bool:
-    """Return whether this process computes the whole model on a CPU, and the model is not small."""
+    """Return True if one process computes the whole model on a CPU and the model is not small."""
     is_one_cpu_process = checkpoint.device.type == "cpu" and config.tensor_parallel_size == 1
     return is_one_cpu_process and checkpoint.weights_bytes >= MIN_WEIGHTS_BYTES
 

@@ -153,7 +153,7 @@ def _read_checkpoint(
     *,
     rounded_bits: int | None = None,
 ) -> Checkpoint:
-    """Read the checkpoint of a model with the engine's settings, and return the model.
+    """Load the model of a checkpoint, as the engine's settings require.
 
     If `rounded_bits` is not None, the weights of linear layers are rounded to integers with this
     number of bits while they are read.
@@ -264,8 +264,8 @@ def _load_quantised(
             f"but {checkpoint.architecture} does not. Set weight_dtype=auto."
         )
     num_layers = _round_weights(checkpoint, weight_dtype, progress)
-    # `after` is None if the model fails with rounded weights. Example: the model's own code reads
-    # the weights of its linear layers.
+    # `after` is None if the model fails with rounded weights. Example of such a model: its own code
+    # reads the weights of linear layers, instead of calling the layers.
     after = _logits_of_test_tokens(checkpoint) if num_layers > 0 else None
     if after is None:
         raise ConfigError(_why_not_rounded(checkpoint, weight_dtype, num_layers))

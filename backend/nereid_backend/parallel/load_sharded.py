@@ -258,7 +258,7 @@ def _more_threads() -> Iterator[None]:
 
 
 def _agree_on_budget(ranks: Ranks, config: EngineConfig, step_bytes: int) -> int:
-    """Let all ranks compute the size of their KV caches, and return the size for every rank.
+    """Let each rank compute the size of its KV cache. Return the size that all ranks can use.
 
     A rank is one of the processes that compute the model together. All ranks need the same number
     of blocks, so the rank with the least free memory determines the size. All sizes are in bytes.

@@ -52,8 +52,8 @@ class PlanEncoder:
 
     def __init__(self) -> None:
         """Create an encoder that remembers which blocks the earlier messages contained."""
-        # For each batch row, the number of blocks of the row's sequence that earlier messages
-        # contained.
+        # Maps each batch row to the number of blocks that earlier messages contained for the row's
+        # sequence.
         self._num_sent: dict[int, int] = {}
 
     def encode(self, plan: StepPlan) -> StepMessage:

@@ -26,9 +26,9 @@ _MIN_TILES = 2
 # has few tokens, the number of programs is smaller.
 _PROGRAMS_PER_PROCESSOR = 4
 # A kernel launch in a CUDA graph may have up to `_CAPTURED_FACTOR` times as many programs as a
-# launch for a single step. The reason are steps in which one sequence is much longer than the
-# others. In such a step, the programs of the other sequences end at once, and the programs of the
-# longest sequence must suffice to keep the GPU busy.
+# launch for a single step, because the graph is replayed for different steps. In some of these
+# steps, one sequence is much longer than the others. The programs of the short sequences then end
+# at once, and the programs of the longest sequence must suffice to keep the GPU busy.
 _CAPTURED_FACTOR = 2
 # In a CUDA graph, the keys of each sequence are divided into at least `_MIN_CAPTURED_SPLITS` splits
 # if the longest sequence is long enough. A program whose split contains no keys ends immediately.
@@ -40,12 +40,14 @@ _SIMULATED_PROCESSORS = 4
 def split_size_and_count(
     rows: DecodeRows, window: LayerWindow, programs_per_split: int, tile: int, device: torch.device
 ) -> tuple[int, int]:
-    """Return the size of a split in tokens, and the number of splits of the longest sequence.
+    """Divide the keys of each sequence into splits. Return the size and the number of the splits.
 
-    A split is a part of a sequence's keys. Different programs compute the splits in parallel, and a
-    reduction combines their results. The splits are as short as three limits allow: the launch has
-    only as many programs as keep the GPU busy, a sequence has at most `MAX_SPLITS` splits, and a
-    split has at least `_MIN_TILES` tiles. More splits would make the reduction slower.
+    The size is the number of keys in a split, and the number is that of the longest sequence.
+
+    Different programs compute the splits in parallel, and a reduction combines their results. The
+    splits are as short as three limits allow: the launch has only as many programs as keep the GPU
+    busy, a sequence has at most `MAX_SPLITS` splits, and a split has at least `_MIN_TILES` tiles.
+    More splits would make the reduction slower.
 
     Args:
         rows: the decodes (sequences with one new token). Only the bounds of their lengths are used:
@@ -62,7 +64,8 @@ def split_size_and_count(
     longest = max(length for _, length in lens)
     num_tokens = sum(num_seqs * length for num_seqs, length in lens)
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # The smallest numbers of tokens in a split that the three limits allow.
+    # For each of the three limits, the smallest number of tokens in a split that observes the
+    # limit.
     min_for_programs = divide_up(num_tokens * programs_per_split, wanted_programs)
     min_for_splits = divide_up(longest, MAX_SPLITS)
     min_for_tiles = _MIN_TILES * tile

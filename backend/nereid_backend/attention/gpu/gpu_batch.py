@@ -199,7 +199,11 @@ class StepLayout:
         return arrays
 
     def packed_rows(self, tensors: Iterable[Tensor]) -> "PackedRows":
-        """Name the arrays of a step, which `arrays` has returned and the caller has copied."""
+        """Return a PackedRows object whose attributes are the given arrays of a step.
+
+        `tensors` contains copies of the arrays that `arrays` returned for this step, in the same
+        order.
+        """
         table_starts, *prefill_tensors = tensors
         if not prefill_tensors:
             return PackedRows(table_starts)
@@ -319,5 +323,5 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 
 
 def _num_keys(position: int, window: LayerWindow) -> int:
-    """Estimate to how many keys the token at `position` attends."""
+    """Estimate the number of keys to which the token at `position` attends."""
     return position if window.limit is None else min(position, window.limit)

@@ -200,7 +200,9 @@ def check_kernels(layer: TrialLayer) -> float:
 
 @torch.inference_mode()
 def check_trial(trial: Trial, computed: Tensor) -> float:
-    """Compare the stored keys and values and the attention of a trial with the reference.
+    """Compare the results of a trial with the reference: the attention and the stored numbers.
+
+    The stored numbers are the keys and values that the trial has written into the KV cache.
 
     A trial is one attention layer in one step, computed by the GPU kernels.
 

@@ -21,11 +21,12 @@ def nearest_integers(numbers):
 
 @triton.jit
 def to_float8_bytes(scaled):
-    """Round float32 numbers from -448 to 448 to e4m3 numbers, and return the e4m3 numbers as bytes.
+    """Convert float32 numbers to the number format e4m3, and return the results as bytes.
 
-    An e4m3 number has a sign bit, 4 exponent bits and 3 mantissa bits. Examples: 1.0 gives the byte
-    0x38, and -1.0 gives 0xB8. If two e4m3 numbers are equally near, the number whose last bit is 0
-    is returned.
+    Each number must be at least -448 and at most 448, because e4m3 contains no finite numbers
+    outside these limits. An e4m3 number has a sign bit, 4 exponent bits and 3 mantissa bits.
+    Examples: 1.0 gives the byte 0x38, and -1.0 gives 0xB8. If two e4m3 numbers are equally near,
+    the number whose last bit is 0 is returned.
 
     GPUs with the compute capability 8.9 or higher have an instruction for this conversion. The
     instruction is not used, because a cache write converts only few numbers, and this code works on
@@ -33,7 +34,7 @@ def to_float8_bytes(scaled):
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
-    # 1 less than half of the value of the lowest kept bit.
+    # The largest value of the dropped bits that is less than half of the lowest kept bit.
     BELOW_HALF: tl.constexpr = (1 << (DROPPED_BITS - 1)) - 1
     # The bias of the exponent is 127 in float32 and 7 in e4m3. In e4m3, the exponent begins at bit
     # 3.

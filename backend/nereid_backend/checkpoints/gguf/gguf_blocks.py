@@ -112,10 +112,10 @@ def _weight_with_minimums(
 ) -> IntegerWeight:
     """Create an IntegerWeight. Each of its weights equals `scale * value - minimum`.
 
-    Each group of consecutive weights has one scale and one minimum. An IntegerWeight has a zero in
-    place of the minimum: scale * value - minimum = (value - minimum / scale) * scale, so the zero
-    is minimum / scale. `bits_in_memory` is the size of a value, 4, 6 or 8, because the CPU kernels
-    support only these sizes.
+    Each group of consecutive weights has one scale and one minimum. An IntegerWeight has a zero
+    point in place of the minimum: scale * value - minimum = (value - minimum / scale) * scale, so
+    the zero point is minimum / scale. `bits_in_memory` is the size of a value, 4, 6 or 8, because
+    the CPU kernels support only these sizes.
     """
     values = values.view(num_rows, -1)  # [rows, inputs]
     scales = scales.view(num_rows, -1)  # [rows, groups]
@@ -123,8 +123,8 @@ def _weight_with_minimums(
     is_scale_zero = scales == 0
     if is_scale_zero.any():
         # If the scale of a group is 0, all weights of the group equal `-minimum`. The IntegerWeight
-        # represents these weights with the integer 0, the scale 1 and the zero `minimum`: (0 -
-        # minimum) * 1 = -minimum.
+        # represents these weights with the integer 0, the scale 1 and the zero point `minimum`: (0
+        # - minimum) * 1 = -minimum.
         values_of_groups = is_scale_zero.repeat_interleave(group_size, dim=1)
         values = values.masked_fill(values_of_groups, 0)
         scales = scales.masked_fill(is_scale_zero, 1.0)

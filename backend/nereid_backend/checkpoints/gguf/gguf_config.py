@@ -71,7 +71,7 @@ class Architecture:
 
     @property
     def has_attention_scale(self) -> bool:
-        """Whether every config contains the number s in the attention scale 1 / sqrt(s)."""
+        """Whether every config contains a number s that gives the attention scale 1 / sqrt(s)."""
         return self.num_layers_with_other_scale > 0
 
 

@@ -44,15 +44,16 @@ _MIN_VALUE_BYTES = 13
 _MIN_TENSOR_BYTES = 24
 # The types that the gguf library cannot dequantise.
 _UNSUPPORTED_TYPES = ("Q1_0", "Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
-# llama.cpp has added and removed types, whose numbers are unknown to the gguf library. In a damaged
-# file, the number is probably larger than this limit.
+# llama.cpp has added some types and removed others. The gguf library does not know the numbers of
+# these types, but the numbers are not above `_MAX_TYPE`. A larger number means that the file is
+# probably damaged.
 _MAX_TYPE = 99
 # If the metadata contains no alignment, each tensor starts at a multiple of `_DEFAULT_ALIGNMENT`
 # bytes.
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**16
-# For each metadata type with a fixed size, maps the type number in GGUF to the format character of
-# Python's `struct` module. Example: the type number 6 means float32, which has the character "f".
+# Maps the numbers of the metadata types with a fixed size to format characters of Python's `struct`
+# module. Example: the type number 6 means float32, which has the format character "f".
 _FORMATS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -208,7 +209,11 @@ class _Reader:
         self.place = len(_MAGIC)
 
     def check(self, num_bytes: int) -> None:
-        """Raise a ValueError if the next `num_bytes` bytes exceed the file or the size limit."""
+        """Raise a ValueError if the next `num_bytes` bytes reach beyond the end of the file.
+
+        Also raise a ValueError if they reach beyond the largest size of a header,
+        `_MAX_HEADER_BYTES`.
+        """
         end = self.place + num_bytes
         if end > len(self._content):
             raise ValueError(

@@ -68,7 +68,9 @@ def create_gguf_folder(path: Path, link_name: str) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether no file of a checkpoint folder is truncated, for example by a power failure.
+    """Return whether all JSON files of a checkpoint folder are complete.
+
+    A power failure can truncate a file.
 
     Each JSON file contains an object, so its last character is "}".
     """

@@ -219,8 +219,8 @@ class PrefixCache:
         new_blocks = self._pool.allocate(len(new_hashes))
         for block_hash, block in zip(new_hashes, new_blocks, strict=True):
             self._mark_cached(cached_blocks, block_hash, block)
-        # No sequence uses the blocks yet. Released blocks that are marked as cached keep their
-        # content until they are evicted.
+        # Release all these blocks, because no sequence uses them yet. The blocks are marked as
+        # cached, so they keep their content until they are evicted.
         self._pool.release([*already_cached, *new_blocks])
         return list(zip(new_hashes, new_blocks, strict=True))
 

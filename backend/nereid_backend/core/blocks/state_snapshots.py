@@ -112,7 +112,10 @@ class StateSnapshots:
         return len(self._ids)
 
     def start_recording(self) -> None:
-        """Start to add the hashes of new snapshots to `unsaved`. The caller writes them to disk."""
+        """Start to add the hashes of new snapshots to `unsaved`.
+
+        The caller writes the snapshots to disk.
+        """
         self.unsaved = {}
 
     def start_from(self, sequence: Sequence, num_reused: int) -> None:

@@ -314,7 +314,7 @@ def _candidates(
         return path
 
     def add_single(path: ForwardPath) -> ForwardPath:
-        """Return a SplitPath that computes each sequence with images alone.
+        """Return a SplitPath that computes sequences with images one at a time.
 
         For a sequence with images, the SplitPath uses the model's own attention and cache.
         """

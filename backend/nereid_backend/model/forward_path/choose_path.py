@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how the engine runs the forward pass of a model: the first way with correct logits.
+"""Chooses how the engine computes the forward passes of a model.
+
+The engine uses the first forward path that computes the correct logits.
 
 A forward path is a way to run the forward passes of a model:
 
@@ -130,8 +132,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # The cached trials and the cached messages of UnfitErrors. The keys are the values of the
-        # argument `is_generated` of `get`.
+        # The cached trials, and the cached messages of UnfitErrors. The argument `is_generated` of
+        # `get` is the key.
         self._trials: dict[bool, Trial] = {}
         self._refusals: dict[bool, str] = {}
 
@@ -244,7 +246,8 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> Cho
         rounded_path = spec.build(replace(trial.sizes, kv_cache_dtype=trials.kv_cache_dtype))
         difference = check_path(rounded_path, trial, dtype, is_rounded=True)
     measured_spec = _with_measurements(spec, path, trial, unrounded_difference, dtype)
-    # Some models have a lower length limit for batches, because their code is wrong for longer
+    # For some models, the longest sequence in a batch must be shorter than the longest sequence
+    # that is computed alone. The reason is that the code of these models is wrong for longer
     # sequences in a batch.
     limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
     return ChosenPath(measured_spec, difference, limit, trial)
@@ -300,9 +303,9 @@ def _with_state_measurements(
         return measured_spec
     if has_exact_snapshots(path, trial, difference, dtype):
         return replace(measured_spec, has_snapshots=True)
-    # Without snapshots, there is no prefix cache. Users must learn this from the log line about the
-    # path. The line contains only one detail, so replace the present, less important detail (such
-    # as "keys and values are copied").
+    # Without snapshots, there is no prefix cache. The log line about the path must tell users this
+    # fact. The line contains only one detail. Therefore, the detail `NO_SNAPSHOTS` replaces the
+    # previous detail (such as "keys and values are copied"), which is less important.
     return replace(measured_spec, detail=NO_SNAPSHOTS)
 
 

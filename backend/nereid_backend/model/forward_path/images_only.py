@@ -38,7 +38,7 @@ _IMAGES_ONLY_SPEC = PathSpec(
 
 
 class NoTextPath:
-    """Implements `ForwardPath` for prompts without images, if a model requires images."""
+    """Implements `ForwardPath` for models that require images. Rejects prompts without images."""
 
     def __init__(self, sizes: Sizes) -> None:
         """Create an object that stores nothing. The argument `sizes` is ignored."""

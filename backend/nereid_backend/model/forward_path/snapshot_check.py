@@ -16,8 +16,8 @@ from nereid_backend.paths.recurrent import RowsPath
 
 log = logging.getLogger(__name__)
 
-# The engine logs this text if a sequence that continues from a copy of its recurrent state gets
-# other logits.
+# The engine logs this text if the logits change when a sequence continues from a copy of its
+# recurrent state.
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
 # The smallest number of tokens in one half of a test sequence. Shorter halves cannot be checked.
 _MIN_HALF_LEN = 2

@@ -205,7 +205,8 @@ def divide_layers(
         groups = _group_by_window(layers, max_group_len)
         if len(groups.windows) <= _MAX_GROUPS:
             candidates.append(groups)
-    # The memory that the longest request needs with each candidate, in blocks of one layer.
+    # A candidate is a division of the layers into groups. For each candidate, the cost is the
+    # memory that the longest request needs. The unit is the memory of one layer in one block.
     costs = [
         groups.num_places
         * max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)

@@ -156,7 +156,7 @@ def plan_memory(
 def _limit_by_states(
     max_num_seqs: int, bytes_per_sequence: int, num_bytes: int, *, has_blocks: bool
 ) -> int:
-    """Return how many sequences' recurrent states fit into the memory, at most `max_num_seqs`.
+    """Return the number of recurrent states that fit into the memory, at most `max_num_seqs`.
 
     A recurrent model stores one state for each sequence. The states may use half of the memory,
     because blocks need the other half. If the model stores nothing in blocks, the states may use

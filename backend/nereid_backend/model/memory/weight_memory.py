@@ -19,8 +19,8 @@ _FLOAT16_BYTES = 2
 _FLOAT32_BYTES = 4
 # Maps each value of weight_dtype to the average size of a rounded weight in bytes. Examples: 64
 # weights of int8 need 64 bytes, and their common scale needs 2 bytes. 32 weights of int4 need 16
-# bytes, their scale 2 bytes and their zero one byte. Error messages recommend the first value of
-# weight_dtype with which the weights fit into the memory.
+# bytes, their common scale needs 2 bytes, and their common zero point needs 1 byte. Error messages
+# recommend the first value of weight_dtype with which the weights fit into the memory.
 _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 3 / 32}
 
 
@@ -148,7 +148,10 @@ def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
 
 
 def _rounded_bytes(counts: WeightCounts, weight_dtype: str, bytes_per_number: int) -> int:
-    """Return the size of the weights in bytes if linear layers store integers of 4 or 8 bits."""
+    """Return the size of the weights in bytes after the weights of linear layers are rounded.
+
+    `weight_dtype` is the type of the rounded numbers, such as int4 or int8.
+    """
     rounded_bytes = int(counts.num_unquantised_linear * _ROUNDED_BYTES[weight_dtype])
     num_others = counts.num_weights - counts.num_unquantised_linear
     return rounded_bytes + num_others * bytes_per_number

@@ -103,8 +103,9 @@ class AttentionBackend(Protocol):
         ...
 
 
-# Maps a layer's properties and a situation (for example, decodes) to the library that computes the
-# attention. If the mapping contains no library, the project's kernels compute the attention.
+# Maps the properties of a layer and a situation (such as `Situation.DECODE`) to the library that
+# computes the attention. The project's kernels compute the attention for every pair that is
+# missing.
 ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 

@@ -210,7 +210,9 @@ def setting_names(*kinds: type) -> list[str]:
 
 
 def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "") -> None:
-    """Raise a ConfigError if one of `names` is not one of the names of settings in `known`.
+    """Raise a ConfigError if `names` contains a name that is not the name of a known setting.
+
+    `known` contains the names of all known settings.
 
     In the message, `prefix` precedes each name.
     """
@@ -265,7 +267,7 @@ def _describe_problem(problem: ErrorDetails) -> str:
     """
     if problem["type"] == "missing":
         return "this setting has no default, so it must be set."
-    # Only a phrase such as "a valid integer" remains of pydantic's message.
+    # Remove everything from pydantic's message except a phrase such as "a valid integer".
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     expected = message.partition(", unable to ")[0]
     # Replace phrases of pydantic by simpler ones. Example: "a valid integer" becomes "an integer".

@@ -28,7 +28,7 @@ STARTED = "started"
 
 
 def describe_failure(error: Exception) -> str:
-    """Return the message that a rank sends to rank 0 if it fails.
+    """Return the message that a rank sends to rank 0 when the sending rank has failed.
 
     Example: "failed: ValueError: a tensor is missing". The errors of the project itself are written
     for users, so their class is left out.

@@ -261,7 +261,7 @@ class GatheredStep:
 
 
 def _left_padded_positions(lens: Tensor, longest: int) -> Tensor:
-    """Return the position of the token at each place of some sequences, [num_seqs, longest].
+    """Return the position of each token of left-padded sequences, [num_seqs, longest].
 
     Shorter sequences are padded on the left. The positions of padding are negative. Example: the
     lengths [4, 2] give [[0, 1, 2, 3], [-2, -1, 0, 1]].

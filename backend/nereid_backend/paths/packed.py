@@ -57,7 +57,10 @@ class PackedPath:
         cache: KVCache,
         builder: BatchBuilder,
     ) -> None:
-        """Create a forward path that runs the model's own code, without CUDA graphs and images.
+        """Create a forward path that runs the model's own code.
+
+        The path uses no CUDA graphs, and supports no sequences with images, until the caller sets
+        the attributes for these parts.
 
         Args:
             checkpoint: the model. Its attention function is `hook`.
@@ -76,8 +79,10 @@ class PackedPath:
         self._hook = hook
         self._cache = cache
         self._builder = builder
-        # The optional parts of this path. The caller sets them later, if the model and the device
-        # support them: CUDA graphs call `run_without_graphs`, and a compilation takes minutes.
+        # The optional parts of this path. The caller sets these attributes later if the model and
+        # the device support them. CUDA graphs are created after this path, because they call the
+        # method `run_without_graphs`. The compiled forward pass is set later, because a compilation
+        # takes minutes.
         self._compiled: CompiledForward | None = None
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None

@@ -25,7 +25,7 @@ class PositionEmbeddings:
     def __init__(self, model: torch.nn.Module) -> None:
         """Find the modules in `model` that derive positions from the length of the cache."""
         # Each item contains a module, and the index of `position_ids` among the parameters of the
-        # module's `forward`. `position_ids` is the last parameter.
+        # module's `forward`.
         self._modules: list[tuple[torch.nn.Module, int]] = []
         for module in model.modules():
             if not isinstance(module, torch.nn.Embedding):

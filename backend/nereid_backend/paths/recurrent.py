@@ -210,8 +210,8 @@ class RowsPath:
         if self._can_continue(chunk):
             return self._continue_state(chunk)
         if self._has_state(chunk) and chunk.start >= chunk.sequence.num_prompt_tokens:
-            # The model can continue the state only by one token, but a grammar has forced several
-            # output tokens.
+            # The model can continue the state by only one token at a time, but a grammar has forced
+            # several output tokens.
             positions = range(chunk.start, chunk.start + chunk.num_tokens)
             first_needed = chunk.num_tokens - chunk.num_logits
             return torch.cat(self._decode_one_by_one(chunk, positions))[first_needed:]
@@ -333,7 +333,8 @@ class RowsPath:
         """
         ids, positions = token_inputs(chunks, self._device)
         with (
-            # In this context, the attention layers can access the keys and values of `chunks`.
+            # While the context manager `serving` is active, the attention layers can access the
+            # keys and values of `chunks`.
             self._key_storage.serving(chunks, cache) as attention_mask,
             self._adapters.serving(chunks),
         ):

@@ -238,7 +238,9 @@ class SinglePath:
         return inputs
 
     def _state_before_first_call(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
-        """Return the arguments of the model's first call, as a state with 0 computed tokens.
+        """Return the state of a sequence before the first call of the model.
+
+        The state contains the arguments of this call.
 
         In an encoder-decoder model, the arguments contain the encoder's outputs for the prompt.
         Otherwise, the first call computes the first `num_tokens` tokens.
@@ -305,7 +307,7 @@ class SinglePath:
         if self._has_encoder:
             # DynamicCache(config) could create a cross-attention cache with a sliding window. A
             # window would be wrong, because the decoder attends to all tokens of the prompt.
-            # Therefore, the method that transformers' `generate` calls adds the cache.
+            # Therefore, the cache is created by the method that `generate` of transformers uses.
             self._model._prepare_cache_for_generation(
                 self._generation_config,
                 model_kwargs=arguments,

@@ -287,7 +287,7 @@ class BatchBuilder:
         return self._layout.arrays(decode_shapes, self._prefill_shapes(step))
 
     def _prefill_shapes(self, step: _PackedChunks) -> list[PrefillShape]:
-        """Return the index of the first token, and the sizes, of each prefill of a step."""
+        """Return the PrefillShape of each prefill of a step."""
         shapes: list[PrefillShape] = []
         first_token = step.num_decodes  # Each decode has one token. Decodes precede prefills.
         for chunk in step.prefills:

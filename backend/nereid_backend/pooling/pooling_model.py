@@ -111,7 +111,7 @@ class PoolingModel:
         return model
 
     def _check_layers(self) -> None:
-        """Test each layer that follows the transformers model by running the layer once.
+        """Run each layer that comes after the transformers model once, to test the layer.
 
         The self-check of the transformers model does not run these layers. Without this check, a
         layer with a wrong size would fail in each request.
@@ -165,7 +165,8 @@ class PoolingModel:
             replaces the output.
         """
         # Other processes may use the same CPUs, so the best number of torch's threads can change.
-        # Set the number with which this batch is expected to be fastest.
+        # Before each batch, set the number of threads that is expected to compute the batch in the
+        # shortest time.
         self._cpu_threads.adjust()
         outputs: list[Value | None] = [None] * len(batch)
         # Each part is computed by one call of a method in `run_methods`. If texts are packed, one

@@ -68,8 +68,8 @@ def _read_sequence(
     drafts = last_position.drafts
     if drafts or sequence.guide is not None or first in sampled_tokens.errors:
         return _accept_or_return_error(sequence, drafts, sampled_tokens, first)
-    # Without draft tokens and a grammar, the sampled token is the only new token. It needs no
-    # check, so this case takes less time.
+    # The sequence has no draft tokens and no grammar. Therefore, the sampled token is the only new
+    # token and needs no check, so this case takes less time.
     top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
     return Sampled([sampled_tokens.token_ids[first]], [sampled_tokens.logprobs[first]], top=top)
 
@@ -151,7 +151,8 @@ def _accept(
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
             error = sampled_tokens.errors[index]
-            # If the error is not NOT_FINITE, the parameters of the request forbid every token.
+            # There are two kinds of errors. NOT_FINITE means that the logits are not finite. Every
+            # other error means that the parameters of the request forbid every token.
             return Sampled(token_ids=[], logprobs=[], error=error, is_refused=error != NOT_FINITE)
         token_ids.append(sampled_tokens.token_ids[index])
         logprobs.append(sampled_tokens.logprobs[index])

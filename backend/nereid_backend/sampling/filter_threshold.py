@@ -109,7 +109,8 @@ def _is_total_known(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
     Returns:
         [n, 1] bool.
     """
-    # If top_k is off, a threshold of 0 always means that no token is removed, so min_p is off, too.
+    # If top_k is off, the threshold is the threshold of min_p. The threshold of min_p is 0 only if
+    # min_p is off, too.
     are_both_off = (top_k <= 0) & (threshold == 0)
     return are_both_off | _removes_all_tokens_outside(probs, threshold)
 
@@ -146,12 +147,12 @@ def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
 
 
 def _removes_all_tokens_outside(probs: Tensor, threshold: Tensor) -> Tensor:
-    """Return, for each row, whether the filters remove all tokens outside `probs`, [n, 1] bool.
+    """For each row, return whether the filters remove all tokens that are not in `probs`.
 
     The tokens that were not examined are at most as likely as the last examined token. They are
     certainly removed if the last examined token is removed, too.
 
-    Shapes: probs [n, width] in descending order, threshold [n, 1].
+    Shapes: probs [n, width] in descending order, threshold [n, 1], result [n, 1].
     """
     last_examined = probs[:, -1:]
     return last_examined < threshold

@@ -57,7 +57,9 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LogitsParams:
-    """The sampling parameters by which one request changes the logits, stored in arrays.
+    """The sampling parameters of one request that change the logits.
+
+    The parameters are stored in arrays.
 
     Attributes:
         owner: the sequence for which the arrays were created. A cache of these objects compares

@@ -74,7 +74,7 @@ class TokenCounts:
     def update_and_read(
         self, rows: abc.Sequence[int], positions: abc.Sequence[Position]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Count the new tokens of some requests, and return all counts at each position.
+        """Count the new tokens of some requests. Return the counts of all distinct tokens.
 
         The result contains the distinct tokens before each position, and how often each of them was
         output. If the request has a repetition penalty, the tokens of the prompt are included.
@@ -150,7 +150,7 @@ class TokenCounts:
         return counted
 
     def _write_uncounted(self, row: int, tokens: list[int]) -> None:
-        """Write distinct tokens into a row with the count 0. Overwrite all columns of the row.
+        """Write distinct tokens into all columns of a row, and set the count of each column to 0.
 
         Example: the tokens [5, 7] in a row of 4 columns give the ids [5, 7, 5, 5]. The unused
         columns repeat the first token, so that the penalties apply to no further token. A row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the random numbers for sampling from seeds and counters, without stored state.
+"""Computes the random numbers for sampling, without stored state.
 
 Each random number is one hash of two values: the seed of the request, and the number of tokens in
 its output. Therefore, the random numbers of a request do not depend on other requests. If a request

@@ -77,8 +77,8 @@ class SamplingBatch:
             rows: [num_positions] of the dtype `sampling_table.ROW`, the sampling parameters of the
                 positions.
         """
-        # The seed of a request and the number of its output tokens determine the random number, so
-        # the number does not depend on the other requests of the step.
+        # The random number is computed from the seed of a request and the number of its output
+        # tokens. Therefore, the random number does not depend on the other requests of the step.
         counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
         # The arrays are copied, because a field of a structured array is not contiguous.
         return cls(
@@ -126,7 +126,7 @@ class UncertainRows(NamedTuple):
     is_certain: Tensor
 
     def in_batch(self, batch_rows: NDArray[np.int64]) -> "UncertainRows":
-        """Convert `rows` from indices into a part of a batch to indices into the whole batch.
+        """Return a copy whose row indices refer to the whole batch, not to a part of the batch.
 
         `batch_rows` contains the index in the batch of each row of the part. Example: the part
         consists of the rows [1, 4] of a batch, and `rows` is [1]. In the result, `rows` is [4].

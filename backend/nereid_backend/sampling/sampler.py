@@ -296,8 +296,8 @@ class Sampler:
         # The logits after masks, penalties and similar parameters are applied.
         processed = self._process(model_logits, inputs)
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # If nothing applies to any row, `_process` returns `model_logits` itself, so the likeliest
-        # tokens are already known.
+        # If no row has a mask, a penalty or another parameter that changes logits, `_process`
+        # returns `model_logits` itself. The likeliest tokens are then already known.
         likeliest = model_likeliest if processed is model_logits else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
         sampled = SampledRows(
@@ -360,7 +360,7 @@ def _rank_positions(
 
 
 def _num_top(position: Position) -> int:
-    """Return the number of likeliest tokens to report at a position, which may be 0."""
+    """Return the number of likeliest tokens to report at a position. The number may be 0."""
     return position.sequence.params.logprobs or 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data types for the inputs and the results of a slice: some consecutive positions of a step.
+"""Data types for the inputs and the results of a slice of a step.
 
 A slice consists of consecutive positions. `ranked_logprobs.slices` explains why a step is divided.
 """

@@ -230,7 +230,7 @@ class _MaskFillJob:
             self._store_error(index, error, masks)
 
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
-        """Fill the masks of all positions of one sequence that follow draft tokens.
+        """Fill the token masks of one sequence for the positions that follow draft tokens.
 
         `group` contains the indices of all positions of the sequence. The first position follows no
         draft token, so its mask is filled elsewhere. If the grammar fails, the error is stored
@@ -287,7 +287,8 @@ def _try_accept(guide: MaskingGuide, token: int, sequence: Sequence) -> bool:
     try:
         guide.accept([token])
     except (EngineError, RequestError):
-        # If the grammar is too slow, `read_sampled` gets the RequestError for the sampled token.
+        # Ignore the error here. If the grammar is too slow for a draft token, checking the sampled
+        # token raises the same RequestError again, and `read_sampled` handles it.
         return False
     return True
 

@@ -53,7 +53,10 @@ def fixed_point(bits):
 
 @triton.jit
 def add_kept(count, total, bits, weights, threshold):
-    """Add the tokens of a tile whose weights are at least a threshold to `count` and `total`.
+    """Count the tokens of a tile that a threshold keeps, and sum their weights.
+
+    The threshold keeps the tokens whose weights are at least as large as the threshold. The
+    function returns `count` and `total`, increased by the results.
 
     `count` and `total` contain the number of tokens and the sum of the weights in each column of
     the tile. `bits` are the bit patterns of the weights, and `weights` the fixed-point numbers.
@@ -128,9 +131,10 @@ def search(
     Returns:
         The threshold, the number of tokens that the threshold keeps, and the sum of their weights.
     """
-    # A threshold keeps the tokens whose weights reach the threshold. During the search, `low` keeps
-    # enough tokens (`count`), and `high` keeps too few tokens (`high_count`). At first, `high` is
-    # above the largest weight, so it keeps no token.
+    # A threshold keeps the tokens whose weights are at least as large as the threshold. During the
+    # search, the threshold `low` keeps enough tokens, and `count` is their number. The threshold
+    # `high` keeps too few tokens, and `high_count` is their number. At first, `high` is above the
+    # largest weight, so it keeps no token.
     high = tl.full([], BITS_OF_ONE + 1, tl.int32)
     high_count = tl.full([], 0, tl.int32)
     is_enough = count >= wanted if BY_COUNT else total >= wanted

@@ -35,7 +35,7 @@ def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Select one index in each row, using the row's random number. The rows have many weights.
+    """Select one index in each row of a wide matrix, using the random number of the row.
 
     A row is divided into blocks. First the block and then the index within the block is selected.
     `select_indices` documents the result.

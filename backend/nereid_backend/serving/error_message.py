@@ -10,10 +10,11 @@ _HALF_MESSAGE_BYTES = 1024
 
 
 def client_message(error: Exception) -> str:
-    """Return the message of an error for the client, with the class of an unexpected error.
+    """Return the message that a client gets for an error.
 
-    Example: the message of a KeyError begins with "KeyError: ". The middle of a very long message
-    is replaced by an ellipsis. The end is kept, because it often contains the remedy.
+    The message of an unexpected error begins with the class of the error. Example: the message of a
+    KeyError begins with "KeyError: ". The middle of a very long message is replaced by an ellipsis.
+    The end is kept, because it often contains the remedy.
     """
     message = str(error)
     # The server raises ConfigError and ModelError when it starts. In the response to a request,

@@ -120,10 +120,11 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the number that the word `index` stores for the stream `serial`, otherwise 0.
+        """Return the number that the memory contains at `index` for the stream `serial`.
 
         The upper half of the word at `index` contains the serial number of a stream, and the lower
-        half contains the number that is stored for this stream.
+        half contains the number that is stored for this stream. Return 0 if the serial number in
+        the word is not `serial`.
         """
         word: int = self._words[index]
         return word & _LOW_32_BITS if word >> 32 == serial else 0
@@ -224,7 +225,7 @@ class FeedbackWriter:
 
 
 def _new_memory_name() -> str:
-    """Return the name of a new memory, such as "nereid-feedback-0f3c9a...".
+    """Return a name for a new shared memory file, such as "nereid-feedback-0f3c9a...".
 
     The name contains a random part, so that clients cannot guess the name. The kernel reports the
     real name of each open file in /proc. The postprocessor accepts only a file whose real name

@@ -75,7 +75,8 @@ def _rules_of_tokenizer(tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401 - a `
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
 
-    # Copy the rules to a tokenizer without a vocabulary, which is converted to JSON faster.
+    # Copy the rules to a new tokenizer that has no vocabulary, because converting a vocabulary to
+    # JSON takes long.
     ignore_merges = getattr(tokenizer.model, "ignore_merges", False)
     without_vocabulary = Tokenizer(BPE(ignore_merges=ignore_merges))
     for name in _RULES:

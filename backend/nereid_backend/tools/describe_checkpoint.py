@@ -78,7 +78,10 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
 
 
 def _run_check(check: str, describe_part: Callable[[_Path], str], path: _Path) -> Finding:
-    """Describe one part of the checkpoint at `path`. An error becomes a finding that is not ok.
+    """Describe one part of a checkpoint, and return the result as a finding.
+
+    If the description fails with an error, the field `ok` of the finding is False, and the finding
+    contains the error message.
 
     `check` is the name of the check, such as "tokenizer".
     """
@@ -182,7 +185,7 @@ def _describe_path(path: str) -> str:
 
 
 def _describe_language_model(path: str) -> str:
-    """Load a language model, and return the line about its forward path, and its data type.
+    """Load a language model, and describe its forward path and its data type in one text.
 
     The engine reports its progress in lines. The line "path: padded (packed: <reason>)." also names
     the faster forward paths that the model does not support, unlike `engine.info`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes still WebP images directly into the memory of a Pillow image.
+"""Decodes WebP images without animation directly into the memory of a Pillow image.
 
 Pillow decodes each WebP file as an animation. For an image of 16 million pixels, the decoder of
 animations needs 192 MB in addition to the 64 MB of the decoded image. This module calls the

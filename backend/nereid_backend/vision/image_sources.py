@@ -239,8 +239,8 @@ class ImageSources:
             )
         host = (url.hostname or "").rstrip(".")  # "example.org." is the same host as "example.org".
         port = url.port or default_port
-        # An entry of the setting image_url_hosts can have no port, such as "example.org". Such an
-        # entry allows only the default port.
+        # An entry of the setting image_url_hosts may omit the port. Example: the entry
+        # "example.org" allows only the default port of the URL's scheme.
         is_default_port = port == default_port
         is_allowed = any(
             _allows(allowed, host, port, is_default_port=is_default_port) for allowed in self._hosts
@@ -392,9 +392,10 @@ async def _public_address(url: SplitResult, field: str) -> str:
         RequestError: the host has no address, or one of its addresses is not public.
     """
     host, port = url.hostname or "", url.port or _DEFAULT_PORTS[url.scheme]
-    # A lookup cannot be interrupted, and a name server can delay it for half a minute. The method
-    # `asyncio.run` waits for the threads of asyncio's own executor, but not for the thread of this
-    # executor. A lookup that exceeds the time limit therefore ends later, without a delay here.
+    # Use a separate executor for the lookup. A lookup cannot be interrupted, and a name server can
+    # delay it for half a minute. The method `asyncio.run` would wait for the threads of asyncio's
+    # own executor, but it does not wait for the thread of this executor. Therefore, if a lookup
+    # exceeds the time limit, the request is answered at once, and the thread ends later.
     executor = ThreadPoolExecutor(1, "image-host")
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:

@@ -242,7 +242,8 @@ def _answer(prepare: Prepare, connection: Connection) -> Message:
     except RequestError as error:
         return _refusal(str(error))
     except BaseException as error:  # noqa: BLE001 - the client must learn the reason
-        # A failed check in a package written in Rust, such as tokenizers, is not an `Exception`.
+        # Some packages, such as tokenizers, are written in Rust. If a check in such a package
+        # fails, the raised error is not a subclass of `Exception`.
         return _refusal(f"{type(error).__name__}: {error}")
 
 

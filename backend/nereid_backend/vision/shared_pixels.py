@@ -72,8 +72,8 @@ class PixelMemory:
         # PyCapsule, because the memory of the pixels may be freed when the PyCapsule is deleted.
         _, self._capsule = image.__arrow_c_array__()
         array_of_pixels = _ArrowArray.from_address(_get_pointer(self._capsule, b"arrow_array"))
-        # Arrow describes pixels of four bytes by an array of pixels and its only child, an array of
-        # bytes. An array of one-byte pixels has no child.
+        # If a pixel has four bytes, Arrow represents the pixels as an array with one child. The
+        # child is an array of the bytes. If a pixel has one byte, the array has no child.
         if array_of_pixels.n_children != 1:
             raise ValueError("the pixels of the image do not have four bytes each")
         array_of_bytes = array_of_pixels.children[0].contents
@@ -154,7 +154,7 @@ def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an ima
 
 
 def _covers_all_pixels(array: "np.ndarray[Any, Any]", pixels: _SharedPixels) -> bool:
-    """Return whether an array has the layout of the whole image.
+    """Return whether the shape, data type and strides of an array are those of the whole image.
 
     The array begins at the first pixel. The first or the last dimension of the array contains the
     channels.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a build of torchvision for CUDA usable with a build of torch without CUDA.
+"""Makes torchvision usable if it was built with CUDA, but torch was built without CUDA.
 
 The build of torchvision contains operators that are linked with CUDA libraries. Without these
 libraries, the operators are missing. `import torchvision` adds a second implementation to two of

@@ -115,8 +115,9 @@ def build_library(
                 # If only a few models are compiled, building this header takes more time than the
                 # compilations save together.
                 "aot_inductor.precompile_headers": False,
-                # Torch finds the instruction sets in the processor's features. Do not also build a
-                # test program for each of them.
+                # Determine the supported instruction sets only from the features that the processor
+                # reports. Otherwise, torch would also build a test program for each instruction
+                # set.
                 "cpp.vec_isa_ok": True,
                 # With more than one thread, torch would start a pool of processes, which would
                 # continue to run after the compilation.
@@ -208,7 +209,7 @@ def _constants_of_code(
 
 
 def _with_variable_threads() -> AbstractContextManager[object]:
-    """Return a context manager in which compiled code may later run with fewer threads.
+    """Return a context manager in which code is compiled for a variable number of threads.
 
     torch's compiler writes the number of threads into the code, unless the number is that of all
     CPUs. Therefore the context manager replaces the number of CPUs by the number of threads. The

@@ -78,7 +78,7 @@ def _compile_or_reason(message: bytes, folder: Path) -> str:
 def _lower_priority() -> None:
     """Lower the priority of this process, so that the engine gets CPU time and memory first."""
     os.nice(_NICENESS)
-    # If the memory of the machine is exhausted, Linux kills this process before the engine.
+    # If the memory of the machine is exhausted, Linux kills this process instead of the engine.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
@@ -110,7 +110,8 @@ def _compile(message: bytes, folder: Path) -> None:
     _delete_folders_of_killed_compilations(folder.parent)
     model, attention_name, is_native, num_threads = unpack_skeleton(message)
     limit_memory(_MAX_BYTES)
-    # The compiled library later uses at most this number of threads, so the number is set first.
+    # Set the number of threads before the compilation, because this number becomes the largest
+    # number of threads that the compiled library can use.
     torch.set_num_threads(num_threads)
     try:
         hook = AttentionHook(attention_name)  # the model's config contains this name

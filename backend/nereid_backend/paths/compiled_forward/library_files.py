@@ -34,8 +34,8 @@ _TRACE_ERROR_FILE = "trace_error.txt"
 # bytes is the number of these checks.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
-# Maps the folder of each library that this process is checking to the open file that records the
-# check. The file is locked.
+# Maps the folders of libraries to open files. A folder is in the dict while this process checks the
+# library in the folder. The file records the check, and is locked.
 _running_checks: dict[Path, BinaryIO] = {}
 # The C declarations of the functions in cpu_shim.cpp that compiled code calls.
 _PACKED_LINEAR_SHIM = (

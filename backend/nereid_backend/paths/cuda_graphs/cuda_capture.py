@@ -174,7 +174,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN40
 
 
 def _end_in_allocator(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:  # noqa: ANN401
-    """End a cancelled capture in torch's allocator of GPU memory.
+    """Report the end of a failed capture to torch's allocator of GPU memory.
 
     Otherwise, the allocator would query the capture at every allocation, and it could not free
     cached memory. The captured work has allocated its memory from `pool` on the GPU `device`.

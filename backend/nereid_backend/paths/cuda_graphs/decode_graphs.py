@@ -392,7 +392,7 @@ def check_replay(replayed: Tensor, expected: Tensor) -> None:
 
 
 def _difference(replayed: Tensor, expected: Tensor) -> float:
-    """Compare two tensors of logits row by row. Return the largest relative error of a row.
+    """Compare two tensors of logits. Return the largest of the relative errors of all rows.
 
     The relative error of a row is the root mean square of the differences, divided by the standard
     deviation of the expected logits. Rows with NaN or infinity are ignored, because their sequences

@@ -292,7 +292,7 @@ class StaticTokens:
     """
 
     def __init__(self, num_tokens: int, sizes: Sizes, device: torch.device) -> None:
-        """Create the input tensors of a step with prefills, filled with padding.
+        """Create the input tensors for a step with prefills. At first, they contain only padding.
 
         CUDA graphs read their inputs always from the same addresses. The inputs of each step are
         therefore copied into these tensors.

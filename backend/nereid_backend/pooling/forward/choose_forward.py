@@ -151,7 +151,7 @@ def pack_layers_and_choose_forward(
 def _first_exact_method(
     encoder: Encoder, hook: AttentionHook, name: str, expected: _ExpectedVectors
 ) -> ChosenForward:
-    """Return the first of the model's candidates that computes the expected vectors.
+    """Return the first method of `_candidates` that computes the expected vectors.
 
     `name` is the name of the architecture, for error messages. Mutates: the attention
     implementation of the model.

@@ -161,7 +161,8 @@ class Head:
 
     def _logits_of_each_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
         """Return logits [num_tokens, num_labels], computed from each token alone."""
-        # The head computes each token separately, so all tokens can form one text.
+        # The head computes each token separately. Therefore, the tokens of all texts can be
+        # computed together, as if they were one text.
         ids = batch.token_ids.unsqueeze(0)
         logits_of_text = self._run(hidden.unsqueeze(0), ids, torch.ones_like(ids))
         return logits_of_text[0]

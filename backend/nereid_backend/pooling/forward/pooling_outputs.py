@@ -279,7 +279,10 @@ def _nonzero_weights(row: Tensor) -> Value | None:
 
 
 def _log1p(values: Tensor, times: int) -> Tensor:
-    """Apply log1p to the values `times` times, and return the result."""
+    """Apply log1p to the values repeatedly, and return the result.
+
+    `times` is the number of repetitions. Example: 2 returns log1p(log1p(values)).
+    """
     for _ in range(times):
         values = values.log1p()
     return values

@@ -111,7 +111,9 @@ class GenerativeReranker:
         supports_roles = self._renders_roles()
         if supports_roles and not is_for_sentence_transformers:
             # Many templates render any role name, although they were not written for queries and
-            # documents. Use the roles only if the template renders unknown roles differently.
+            # documents. Such a template renders an unknown role in the same way as the roles
+            # "query" and "document". Use the roles only if the template renders unknown roles in
+            # another way.
             supports_roles = not self._renders_unknown_roles_equally()
         return _Format.ROLES if supports_roles else _Format.USER_MESSAGE
 

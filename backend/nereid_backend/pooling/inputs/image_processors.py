@@ -60,8 +60,8 @@ def load_tower_processor(folder: Path) -> Any:  # noqa: ANN401 - a processor of 
         ModelError: the processor is missing or broken, or pillow is not installed.
     """
     try:
-        # transformers imports pillow only when it processes an image. This import finds a missing
-        # pillow when the model is loaded.
+        # transformers imports pillow only when it processes an image. If pillow is missing, this
+        # import fails when the model is loaded, instead of during the first request.
         importlib.import_module("PIL.Image")
         return AutoImageProcessor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

@@ -86,8 +86,10 @@ class TextLimit:
         # lower bound: the number of characters.
         num_bytes = len(text) if isinstance(text, bytes) else self._min_num_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # Clients know the limit as a number of tokens. The division rounds down, so the
-            # quotient can equal the limit. Report at least one token more than the limit.
+            # Clients know the limit as a number of tokens, so the error reports the size of the
+            # text as a number of tokens. The number of bytes is divided and rounded down, so the
+            # quotient can equal the limit. Therefore, report at least one token more than the
+            # limit.
             min_num_tokens = max(num_bytes // self._max_bytes_per_token, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "

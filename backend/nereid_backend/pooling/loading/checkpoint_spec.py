@@ -55,7 +55,7 @@ class CheckpointSpec:
         poolers: the methods that combine token vectors into one vector. The results of several
             methods are concatenated. An empty tuple means the default for the model.
         include_prompt: whether the tokens of a prompt are pooled, too.
-        token_modules: the modules that convert token vectors to token vectors, in order.
+        token_modules: the modules that replace each token vector by a new token vector, in order.
         vector_modules: the modules that convert the pooled vector to a vector, in order.
         normalizes: whether the vector is scaled to length 1. None means the default for the model.
         activation: the activation of scores: "none", "sigmoid" or "softmax".

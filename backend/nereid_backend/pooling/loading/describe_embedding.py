@@ -159,7 +159,7 @@ def _token_modules(later_modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
 
 
 def _check_output(folder: Path) -> None:
-    """Raise an UnsupportedModelError if the files select another output than the token vectors.
+    """Raise an UnsupportedModelError if the settings select an output other than token vectors.
 
     `folder` is the folder of the transformers model. Example: with "pooler_output", the library
     sentence-transformers would return the vector of the model's pooler.
@@ -284,7 +284,7 @@ def _describe_dense(
 
 
 def _refuse_query_expansion(folder: Path) -> None:
-    """Raise an UnsupportedModelError if the files of a dense model expand queries.
+    """Raise an UnsupportedModelError if the settings of a dense model require query expansion.
 
     `folder` is the folder of the transformers model.
     """

@@ -168,7 +168,8 @@ def _check_unused_weights(
         names: the names of the weights in the checkpoint that the model does not use.
         model: the loaded model.
     """
-    # Vectors do not need the output layer of a language model.
+    # The output layer of a language model may stay unused, because vectors are computed without
+    # this layer.
     expected = {_OUTPUT_LAYER} if spec.loader == BASE else set()
     unused = sorted(name for name in names if name not in expected)
     check_unused_weights(spec.folder, unused, model)
@@ -180,7 +181,7 @@ def _check_unused_weights(
 
 
 def _check_similar_class(spec: CheckpointSpec, unused: list[str]) -> None:
-    """Raise an UnsupportedModelError if the class of a similar architecture ignores needed weights.
+    """Raise an UnsupportedModelError if the class that transformers loaded ignores needed weights.
 
     transformers has no class for the checkpoint's own architecture, so it has loaded the class of a
     similar architecture. `unused` lists the weights that this class does not use.

@@ -188,7 +188,8 @@ def _validate(root: Path, rules: _JsonRules) -> LateInteraction:
     expansion = _expansion(root, rules.query_expansion)
     query_length = _length(root, "query_length", rules.query_length)
     if expansion is not None and expansion.is_limit:
-        # Each query is expanded or truncated to exactly the length of the rule.
+        # The rule of the expansion prescribes a length. Each query is expanded or truncated to
+        # exactly this length.
         query_length = expansion.length
     return LateInteraction(
         query_length=query_length,
@@ -270,7 +271,7 @@ def _pylate_skip_words(sentence_config: Mapping[str, Any]) -> Any:  # noqa: ANN4
 
 
 def _pylate_expansion(sentence_config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
-    """Return the rule for expanding queries in the JSON format of sentence-transformers.
+    """Return the rule for query expansion, converted to the JSON format of sentence-transformers.
 
     The key `query_expansion`, which already has this format, has priority over PyLate's keys. The
     result is None if the file has no keys of PyLate, or if it turns the expansion off.

@@ -77,7 +77,7 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
 
 
 def _load_token_layers(root: Path, spec: CheckpointSpec, device: torch.device) -> list[Layer]:
-    """Load the layers that convert token vectors to token vectors."""
+    """Load the layers that replace each token vector by a new token vector."""
     layers = [load_layer(module, device) for module in spec.token_modules]
     if spec.architecture == STANFORD_ARCHITECTURE:
         # A checkpoint of Stanford's ColBERT library does not list modules. Its projection is a

@@ -43,10 +43,12 @@ from nereid_backend.pooling.loading.sentence_modules import (
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.vision.load_processor import has_chat_template, has_processor
 
-# The activation of a classifier with several labels, for each value of problem_type in config.json
-# that does not mean softmax. transformers' pipeline for text classification has the same rules.
+# Maps values of problem_type in config.json to the activation of a classifier with several labels.
+# For every other value, the activation is softmax. transformers' pipeline for text classification
+# has the same rules.
 _ACTIVATIONS_OF_PROBLEMS = {"multi_label_classification": "sigmoid", "regression": "none"}
-# The arguments of a tokenizer that have no effect on the token ids of a text, apart from the limit.
+# The supported arguments of a tokenizer. Except for the limit of the number of tokens, these
+# arguments have no effect on the token ids of a text.
 _SUPPORTED_TOKENIZER_ARGUMENTS = {
     *("padding", "padding_side", "pad_to_multiple_of", "truncation", "max_length"),
     *("return_tensors", "return_attention_mask", "return_token_type_ids"),

@@ -20,7 +20,8 @@ SENTENCE_CONFIG_FILE = "config_sentence_transformers.json"
 # Example: sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
 
-# The arguments of from_pretrained that only select files, or permit the code of a checkpoint.
+# The arguments of from_pretrained that have no effect on the outputs of the model: they only select
+# files, or permit running Python code of the checkpoint.
 _FILE_ARGUMENTS = {
     *("revision", "code_revision", "subfolder", "cache_dir", "token", "use_auth_token"),
     *("local_files_only", "trust_remote_code", "force_download"),
@@ -165,7 +166,8 @@ def read_loading_arguments(folder: Path, *names: str) -> dict[str, Any]:
 
     Args:
         folder: the folder of the transformers model.
-        names: the names of the setting, of which versions of sentence-transformers have one each.
+        names: the names of the setting. Different versions of sentence-transformers use different
+            names.
     """
     settings = read_settings(folder)
     arguments: dict[str, Any] = next((settings[name] for name in names if settings.get(name)), {})

@@ -263,8 +263,9 @@ def _publish_gauges(engine: _EngineGauges, process: SupervisedProcess) -> None:
 
 
 def _add_counter_increases(engine: _EngineGauges, statistics: RequestStatistics) -> None:
-    """Add the increases of an engine's counters since the last call to `statistics`.
+    """Add the increases of an engine's counters to `statistics`.
 
+    An increase is the difference between the present value and the value at the previous call.
     Example: an engine reports 100 tokens, and 130 tokens in the next call. The second call adds 30.
 
     Mutates: `statistics.counts` and `engine.last_stats`.

@@ -77,7 +77,7 @@ class EngineService:
         self._held_messages: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
-        """Return whether the engine has requests, or must test or activate compiled code."""
+        """Return whether the engine has a task: requests, or compiled code to test or activate."""
         return self._engine.has_work() or self._engine.is_swapping()
 
     def start(self) -> None:

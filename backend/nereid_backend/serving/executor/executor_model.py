@@ -39,8 +39,9 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
-# The size of the envelope in a request that generates no text; see `ExecutorModel.accept`. The
-# envelopes of the tokenizer have more bytes.
+# The largest size of the tensor `envelope` in a request for an operation, which generates no text;
+# see `ExecutorModel.accept`. In a request for text, the tensor contains a packed RequestEnvelope,
+# which has more bytes.
 _MAX_PLACEHOLDER_BYTES = 1
 # The inspection of one stream takes about 10 µs of CPU time. The time between two inspections of
 # all streams is 0.4 ms multiplied by the number of streams, so inspections take at most 2.5 % of a
@@ -299,7 +300,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._engine_calls.on_death(process, error)
 
     def on_restart(self, process: SupervisedProcess) -> None:
-        """Repeat all changes of the adapters and of the weights in a restarted engine process.
+        """Repeat all operations on the adapters and the weights in a restarted engine process.
 
         The next call of `publish_metrics` publishes the new number of restarts.
         """

@@ -26,8 +26,10 @@ from nereid_backend.serving.feedback import FeedbackReader
 # at most `_LONGEST_INTERVAL_S` seconds. If more time has passed, this process was probably paused,
 # and perhaps the postprocessor, too.
 _LONGEST_INTERVAL_S = 0.25
-# If the postprocessor has processed step 8 of stream A, but no step of stream B for `_OVERTAKING_S`
-# seconds, step 7 of stream B counts as dropped. Earlier, step 8 may have overtaken step 7.
+# Suppose that the postprocessor has processed step 8 of stream A, but has not processed step 7 of
+# stream B, which was sent before step 8. If the postprocessor processes no step of stream B for
+# `_OVERTAKING_S` seconds, step 7 counts as dropped. In a shorter time, step 8 may only have
+# overtaken step 7.
 _OVERTAKING_S = 1.0
 
 
@@ -91,9 +93,10 @@ class LostClientDetector:
         return self._is_overtaken(stream)
 
     def _is_overtaken(self, stream: Stream) -> bool:
-        """Return whether the oldest unconsumed step of `stream` was sent before a consumed step.
+        """Return whether the postprocessor has skipped the oldest unconsumed step of `stream`.
 
-        The consumed step may belong to any stream.
+        The step was skipped if a step that was sent later has been consumed. The later step may
+        belong to any stream.
         """
         return bool(stream.unconsumed_steps) and stream.unconsumed_steps[0] < self._newest_consumed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that every engine process must answer before the client gets a response."""
+"""Coordinates requests that all engine processes must answer before the client is answered."""
 
 import itertools
 import queue

@@ -12,8 +12,9 @@ from typing import Any
 
 from nereid_backend.errors import ConfigError
 
-# A fault that begins with this prefix, such as "busy 2", only uses the CPU for some seconds. Any
-# other fault ends the engine process.
+# If the text of a fault begins with this prefix, the fault only keeps the CPU busy for some
+# seconds. Example: the fault "busy 2" keeps the CPU busy for 2 seconds. Any other fault ends the
+# engine process.
 _BUSY_PREFIX = "busy "
 
 
@@ -104,7 +105,7 @@ def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
 
 
 def _as_list_of_outputs(token_ids: list[Any]) -> list[list[int]]:
-    """Return the outputs in the key `token_ids` of an entry, as one list for each output.
+    """Return a list with the token ids of each output. `token_ids` is the value in the script.
 
     Examples: one output [5, 6] becomes [[5, 6]]. Two outputs [[5], [6, 7]] are returned unchanged.
     """

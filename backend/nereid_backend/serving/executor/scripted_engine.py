@@ -89,8 +89,8 @@ class ScriptedEngine:
         self._queue: dict[str, ScriptedRequest] = {}
         # The id of each request that has left the queue in the last step, and the time.
         self.started: list[tuple[str, float]] = []
-        # The id of a request, and the start and the end of the compilation of its grammar. The list
-        # stays empty, because the scripted engine compiles no grammars.
+        # A tuple for each compiled grammar: the id of the request, and the start and the end of the
+        # compilation. The list stays empty, because the scripted engine compiles no grammars.
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)

@@ -78,7 +78,7 @@ class ScriptedRequest:
 
 
 def cause_fault(sequence: ScriptedSequence) -> None:
-    """Cause the fault in the rule of a sequence. Do nothing if the rule has no fault.
+    """Simulate the fault that the rule of a sequence specifies. Do nothing if there is no fault.
 
     The fault "busy 2" uses the CPU for 2 seconds before the first token. Any other fault is an
     error message, which ends the engine process unless the sequence is aborted.

@@ -70,7 +70,9 @@ class StepSender:
         self._unsent.pop(stream.request_id, None)
 
     def send_due_output(self, now: float) -> float:
-        """Send the due steps of all streams with unsent tokens.
+        """Send the steps that are due, for all streams with unsent tokens.
+
+        A step is a message with the new tokens of one stream.
 
         Return the time of the next check, as a value of time.monotonic(), or infinity if no stream
         has unsent tokens.
@@ -93,9 +95,9 @@ class StepSender:
             - If the step was sent: the time of the next heartbeat. New output causes an earlier
               call.
         """
-        # The shortest times between two steps with output and between two heartbeats. These times
-        # grow with the number of streams, because the server can send only a limited number of
-        # messages per second.
+        # `interval_s` is the shortest time between two steps with output. `heartbeat_s` is the
+        # shortest time between two heartbeats. Both times grow with the number of streams, because
+        # the server can send only a limited number of messages per second.
         num_streams = len(self._streams)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._heartbeat_s)

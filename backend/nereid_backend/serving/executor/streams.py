@@ -197,7 +197,7 @@ class Stream:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The number of the memory slot of each sequence, ordered by the index of the sequence."""
+        """The numbers of the sequences' memory slots, ordered by the index of the sequence."""
         return tuple(sequence.slot for sequence in self.sequences)
 
     @property

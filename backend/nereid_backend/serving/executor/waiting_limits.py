@@ -131,11 +131,12 @@ class WaitingLimits:
         )
 
     def _token_refusal_reason(self, client: str, num_tokens: int) -> str | None:
-        """Return a reason to refuse a request whose prompt has `num_tokens` tokens, or None.
+        """Return a reason to refuse a request; None if the number of waiting tokens allows it.
 
-        The reason is a sentence without its full stop. A limit of 0 means no limit. If no other
-        request is waiting, the limit does not apply. Without this exception, a prompt with more
-        tokens than the limit would never be accepted.
+        `num_tokens` is the number of tokens of the request's prompt. The reason is a sentence
+        without its full stop. A limit of 0 means no limit. If no other request is waiting, the
+        limit does not apply. Without this exception, a prompt with more tokens than the limit would
+        never be accepted.
         """
         has_limit = self._token_limit.limit > 0
         others_wait = self._request_limit.used > 0

@@ -66,7 +66,7 @@ class PoolingMetrics:
         """Create the metrics in Triton server."""
         self._values = _Values()  # the values that `publish` sends to the metrics
         self._labels = {"model_name": model_name}
-        # `_families` creates the metrics. Deleting this object deletes the metrics.
+        # `_families` creates the metrics. They exist until `_families` is deleted.
         self._families = MetricFamilies()
         self._num_requests_gauge = self._families.gauge(
             "pooling_num_requests", "Requests without a response"

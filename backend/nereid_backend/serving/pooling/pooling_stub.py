@@ -194,7 +194,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         *,
         returns_info: bool,
     ) -> None:
-        """Send a request as a job to the worker process. `given` are the names of its tensors.
+        """Send a request as a job to the worker process.
+
+        `given` contains the names of the request's tensors.
 
         A job consists of the inputs and the options of one request. If there are no inputs, respond
         without the worker.
@@ -360,7 +362,11 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._max_inputs = config.max_num_waiting or text_limit.default_max_num_waiting
 
     def _start_worker(self, config: PoolingConfig) -> SupervisedProcess:
-        """Start the worker process. In an error, name the prefix of this model's variables."""
+        """Start the worker process of this model.
+
+        Each kind of model reads its settings from environment variables with its own prefix.
+        Therefore, the message of an error names this prefix.
+        """
         program = self._worker_program(config)
         try:
             return SupervisedProcess.start(program, log_prefix=self.log_prefix)

@@ -136,12 +136,14 @@ class Choice:
         self._message_parser = message_parser
         # Collects the parsed message for `validate_message`.
         self._checked_message = CheckedMessage(validate_message) if validate_message else None
-        # The output since the last call of `take_output`, and whether an earlier call has returned
-        # output. The totals also include the output that was already sent.
+        # The output since the last call of `take_output`.
         self._unsent = _UnsentOutput()
+        # Whether an earlier call of `take_output` has returned output.
         self._has_sent_output = False
+        # The numbers of tokens in the whole choice, including tokens that were already sent.
         self._totals = _Totals()
-        # How the choice has ended. The reasons are None until then.
+        # How the choice has ended. `stop_string` and `_end_reasons` are None until the choice has
+        # ended.
         self.stop_string: str | None = None
         self._end_reasons: _EndReasons | None = None
         self.is_finished = False

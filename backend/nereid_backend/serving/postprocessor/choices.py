@@ -46,7 +46,7 @@ class Choices:
         # is the time at which the stream was opened.
         self.opened_at = time.monotonic()
         self.last_response_at = self.opened_at
-        # The value 0 makes the first check for a disconnected client due immediately.
+        # Because of the value 0, the first check for a disconnected client takes place immediately.
         self.last_cancel_check_at = 0.0
         self.is_cancelled = False
         # The time in seconds that was spent so far on decoding and parsing the output.

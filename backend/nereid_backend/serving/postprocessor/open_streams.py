@@ -58,7 +58,7 @@ class OpenStreams:
         self._streams[state.slot] = choices
 
     def choices_of(self, state: StepState) -> Choices | None:
-        """Return the choices of the stream to which `state` belongs; None if it is not open."""
+        """Return the choices of the stream of `state`; None if the stream is not open."""
         return self._streams.get(state.slot)
 
     def remove(self, state: StepState) -> None:

@@ -105,7 +105,7 @@ class HangWatch:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the CPU load is high. It is measured from half of the time limit on."""
+        """Return whether the process has used much CPU time since half of the time limit passed."""
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

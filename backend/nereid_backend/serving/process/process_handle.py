@@ -105,7 +105,8 @@ class ChildProcess:
         self._hang_watch = HangWatch(
             program.hang_timeout.value, functools.partial(cpu_seconds, process.pid)
         )
-        # The text of the message "fatal": the reason that the process gave before its end.
+        # If the process ends because of an error, it first sends the message "fatal". This
+        # attribute is the text of the message: the reason for the end.
         self._fatal_message = ""
 
     @classmethod

@@ -42,7 +42,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """The messages received from one child process, or the reason for the death of this process.
+    """A child process, and either its new messages or the reason for its death.
 
     If the process has died, `death` is the reason, and there are no messages.
     """
@@ -92,8 +92,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self._owners: dict[str, SupervisedProcess] = {}
         # The server's thread puts new requests into this queue. The loop's thread takes them.
         self._arrivals: queue.SimpleQueue[_Arrival[RequestT]] = queue.SimpleQueue()
-        # The server's thread puts responses that need no child process, such as errors, into this
-        # queue. The loop's thread sends each response through the sender beside the response.
+        # Each item is a pair: the sender of a request, and a response that needs no child process,
+        # such as an error. The server's thread puts the pairs into this queue. The loop's thread
+        # sends each response through its sender.
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._server_pid = os.getppid()  # Triton server has started this process.

@@ -14,7 +14,7 @@ _MERGED_ROLES = ("user", "assistant")
 
 
 def alternating_messages(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield chats with the same texts for a chat template that has refused `messages`.
+    """Change a chat that a template has refused. Yield changed chats that contain the same texts.
 
     In all of these chats, consecutive messages of the user are merged, because some templates
     refuse two messages of the user in a row. Agents send such messages, for example, after the user

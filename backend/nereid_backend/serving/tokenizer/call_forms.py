@@ -13,7 +13,7 @@ from nereid_backend.serving.tokenizer.message_reasoning import REASONING_FIELDS,
 
 @dataclass(frozen=True)
 class CallForm:
-    """A form of the assistant messages that contain tool calls.
+    """The format in which a template expects assistant messages with tool calls.
 
     Attributes:
         ids: the ids of the tool calls: "given" by the client, "short" ids of 9 letters and digits,

@@ -18,8 +18,9 @@ IMAGE_PLACEHOLDER = {"type": "image"}
 VIDEO_PLACEHOLDER = {"type": "video"}
 AUDIO_PLACEHOLDER = {"type": "audio"}
 _PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
-# Maps each type of a content part with a text to the name of the field that contains the text. The
-# types input_text and output_text come from the Responses API, and vLLM accepts them in a chat.
+# A content part with text has a type and a field that contains the text. This dict maps the type to
+# the name of the field. The types input_text and output_text come from the Responses API, and vLLM
+# accepts them in a chat.
 _TEXT_FIELDS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 _EXAMPLE_OF_PART = 'Send parts such as {"type": "text", "text": "..."}.'
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")

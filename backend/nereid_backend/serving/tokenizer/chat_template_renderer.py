@@ -197,8 +197,9 @@ def _adapt_messages(
     Example: for a template that does not render the role developer, the message `{"role":
     "developer", "content": "Be brief."}` gets the role system.
     """
-    # A property of `features` renders test chats when it is read for the first time. Therefore
-    # `replaced_roles` and `call_form` are read only if the chat has such roles or tool calls.
+    # Reading `features.replaced_roles` or `features.call_form` for the first time renders test
+    # chats, which takes time. Therefore, these properties are read only if the chat contains roles
+    # in `REPLACEABLE_ROLES` or tool calls.
     if any(message["role"] in REPLACEABLE_ROLES for message in messages):
         messages = _replace_roles(messages, features.replaced_roles)
     messages = _convert_system_messages(messages, features)
@@ -231,8 +232,8 @@ def _convert_system_messages(
     num_first = count_first_system_messages(messages)
     first_roles = [message["role"] for message in messages[:num_first]]
     later_roles = {message["role"] for message in messages[num_first:]} & SYSTEM_ROLES
-    # Two messages suffice for the test, because a template renders either the first message only or
-    # all messages at the start.
+    # A template renders either all system messages at the start of a chat, or only the first one.
+    # Therefore, a test with two messages suffices.
     if num_first > 1 and not features.renders_roles(*first_roles[:2], "user"):
         messages = merge_first_system_messages(messages)
     if not all(features.renders_later_role(role) for role in later_roles):
@@ -257,7 +258,7 @@ def _check_media_roles(messages: list[dict[str, Any]], features: TemplateFeature
 
 
 def _media_by_role(messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the role of the message and the type of the medium for each medium in a chat.
+    """For each medium in a chat, yield the role of its message and the type of the medium.
 
     Example: an image in a message of the user yields ("user", "image"). Messages whose role is not
     in `TESTED_ROLES` are skipped.
@@ -271,7 +272,7 @@ def _media_by_role(messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _alternatives(arguments: dict[str, Any], *, has_calls: bool) -> Iterator[dict[str, Any]]:
-    """Yield changed copies of the arguments of `render`, with which the template may succeed.
+    """Yield changed copies of `arguments`. The template may render a changed copy without an error.
 
     Each copy has one change. `render` calls this function again with a copy that the template
     refuses, so that several changes are combined.

@@ -43,7 +43,10 @@ def with_optional_fields(tools: list[dict[str, Any]] | None) -> list[dict[str, A
 
 
 def _with_optional_fields(function: dict[str, Any]) -> dict[str, Any]:
-    """Return a function with the fields description and parameters. Missing fields become empty."""
+    """Return the declaration of a function, with the missing optional fields added.
+
+    A missing description becomes an empty text, and missing parameters become an empty JSON Schema.
+    """
     parameters = function.get("parameters") or {}
     if isinstance(parameters, dict):
         parameters = _complete_parameters(parameters)
@@ -68,7 +71,10 @@ def _complete_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_description(described: dict[str, Any]) -> dict[str, Any]:
-    """Return a function or a parameter's schema with a description. A missing one becomes empty."""
+    """Return an object with the field `description`. If the field is missing, its value is "".
+
+    The object is the declaration of a function, or the schema of a parameter.
+    """
     return {**described, "description": described.get("description") or ""}
 
 
@@ -106,7 +112,8 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
     """
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return tools
-    # Dicts and sets, because both lists can be so long that comparing each pair of names is slow.
+    # Store the names in a dict and a set. Comparing each pair of names would be slow, because both
+    # lists can be long.
     known_names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     allowed_names = set()
     for tool in _allowed_list(choice):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and moves the reasoning in messages of the assistant."""
+"""Reads the reasoning of assistant messages, and moves the reasoning into the content."""
 
 from typing import Any
 

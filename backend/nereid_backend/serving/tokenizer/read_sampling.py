@@ -57,7 +57,7 @@ _IGNORED: dict[str, float | None] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Request options that the engine does not need.
+    """The options of a request that the engine does not need.
 
     They determine the text of the responses and the time limits of the request.
 

@@ -69,7 +69,8 @@ def build_chat_grammar(
     gate = fmt.reasoning_gate(prompt)
     # If the prompt ends inside reasoning, the grammar applies only to the text after the reasoning.
     after = gate.end.strip() if gate is not None and gate.is_open else ""
-    # Without markers around content and without reasoning, the output is only content.
+    # If the content has no markers and there can be no reasoning, the output consists of content
+    # alone.
     has_content_markers = not isinstance(fmt.layout, Sections) or fmt.layout.content is not None
     is_bare = not has_content_markers and (gate is None or not gate.may_open)
     if output is not None and not has_calls and is_bare:

@@ -163,7 +163,8 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # `derive` has divided max_model_len by the smallest number of tokens of a message.
+        # `derive` has divided max_model_len by the smallest number of tokens that a message can
+        # have. The result is `max_messages`.
         min_message_tokens = self.max_model_len // self.max_messages
         raise self._too_many_tokens_error(
             f"messages: the request has {count} messages",
@@ -216,7 +217,7 @@ class RequestLimits:
             )
 
     def _length_error(self, beginning: str, min_bytes: int) -> RequestError:
-        """Return the error for a prompt that has at least `min_bytes` bytes in UTF-8.
+        """Return the error for a prompt of at least `min_bytes` bytes, which is too long.
 
         Example: a prompt of at least 6400 bytes has at least 400 tokens if the longest token has 16
         bytes. `beginning` is the beginning of the error message, which gives the size of the

@@ -68,7 +68,7 @@ class RequestPrompts:
         fields: dict[str, Any],
         images: list[bytes],
     ) -> Prompt:
-        """Return the prompt of a request. `with_images` describes the arguments."""
+        """Return the prompt of a request. See `with_images` for a description of the arguments."""
         if images:
             return self.with_images(request, body, fields, images)
         return self.without_images(request, body, fields)

@@ -69,9 +69,10 @@ class _ClientTurns(Generic[Item]):
         return self._items.keys()
 
     def take(self, client: str | None = None) -> Item:
-        """Remove and return the next item of `client`, or else of the client whose turn it is.
+        """Remove and return the next item.
 
-        The queue must contain such an item.
+        If `client` is None, the item belongs to the client whose turn it is. Otherwise, the item
+        belongs to `client`. The queue must contain such an item.
         """
         if client is None:
             client = next(iter(self._items))
@@ -220,7 +221,10 @@ class RequestWorkers:
         self._calls.put(partial(self._end_running, job))
 
     def _end_running(self, job: _Job) -> None:
-        """End a long request whose response a thread of the pool has computed."""
+        """Send the response of a long request after a thread of the pool has computed the response.
+
+        Then start the next long request.
+        """
         self._num_running -= Counter([job.client])  # also removes a client whose number is 0
         self._end_long(job)
 

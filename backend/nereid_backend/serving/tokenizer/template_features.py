@@ -148,7 +148,7 @@ class TemplateFeatures:
         return with_medium != without_medium and not _PRINTED_PART.search(with_medium)
 
     def _rendered_with_content(self, role: str, content: object) -> str:
-        """Render the test chat of `role`. Its message of this role gets the content."""
+        """Render the test chat of a role, with `content` in the message of this role."""
         *earlier, message = _CHATS_BY_ROLE[role]
         return self._rendered_test(
             [*earlier, {**message, "content": content}, _USER_WITH_PARTS], _TOOLS
@@ -198,7 +198,7 @@ class TemplateFeatures:
 
     @cached_property
     def reads_thinking_parts(self) -> bool:
-        """Whether the template renders reasoning only if it is a part of the content.
+        """Whether the template renders reasoning only in a part of the content, not in a field.
 
         Example: the templates of Magistral and Ministral 3.
         """
@@ -248,7 +248,11 @@ class TemplateFeatures:
 
 
 def _chat_with_test_text(roles: Sequence[str], tested: int) -> list[dict[str, Any]]:
-    """Return a chat with one message for each role. Message `tested` contains `_TEST_TEXT`."""
+    """Return a chat with one message for each role.
+
+    The message at the index `tested` contains `_TEST_TEXT`. All other messages have the content
+    "Hi".
+    """
     return [
         {"role": role, "content": _TEST_TEXT if index == tested else "Hi"}
         for index, role in enumerate(roles)

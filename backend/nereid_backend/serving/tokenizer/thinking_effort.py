@@ -150,7 +150,7 @@ def build_thinking_spec(
     gate = fmt.reasoning_gate(prompt)
     if gate is None:
         raise _unknown_marker_error()
-    # The reasoning is open at the end of the prompt, or the model may begin the reasoning itself.
+    # The prompt has begun the reasoning and has not ended it, or the model may begin the reasoning.
     can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
         # Without this marker, the engine never treats a token as reasoning.
@@ -163,7 +163,10 @@ def build_thinking_spec(
 
 
 def _unknown_marker_error() -> RequestError:
-    """Return the error for a reasoning budget if the marker that ends reasoning is not known."""
+    """Return the error for a request with a reasoning budget that cannot be enforced.
+
+    The budget cannot be enforced if the marker that ends the reasoning is not known.
+    """
     return RequestError(
         "thinking_token_budget: the marker that ends reasoning is not known for this checkpoint, "
         "so a budget cannot be enforced. Set the server's reasoning_parser, or leave the field out."

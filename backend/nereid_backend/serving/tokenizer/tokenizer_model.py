@@ -49,9 +49,11 @@ from nereid_backend.serving.tracing import Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, pack_params
 from nereid_backend.vision.image_sources import ImageSources
 
-# A request with an image, a video or audio contains one of these texts, such as "image_url" as the
-# type of a content part. Preparing an image takes time, and downloading an image takes even longer.
-# JSON can write a letter as an escape sequence, such as \u0069 for "i".
+# Matches the body of a request that may contain an image, a video or audio. Preparing an image
+# takes time, and downloading an image takes even longer. Such a body contains a text such as
+# `"image_url"`, the type of a content part. In JSON, an escape sequence can replace a letter of the
+# type. Example: `\u0069` means "i". Therefore, the expression also matches the beginning of an
+# escape sequence.
 _MEDIA_MARK = re.compile(rb'"(?:input_)?(?:image|video|audio)|\\u00[67]')
 # Tokenising `_LONG_PROMPT_BYTES` bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
@@ -212,7 +214,10 @@ class TokenizerModel:
         return CheckedRequest(body, prompt, tools, output_names, grammar, params, options)
 
     def _thinking_spec(self, budget: int | None, prompt: Prompt) -> ThinkingSpec | None:
-        """Convert the largest number of reasoning tokens to the form that the engine needs."""
+        """Convert a reasoning budget to a ThinkingSpec, the form that the engine needs.
+
+        The budget is the largest number of reasoning tokens.
+        """
         return build_thinking_spec(
             budget, self._format, prompt.text or "", self._prompt_builder.encode
         )

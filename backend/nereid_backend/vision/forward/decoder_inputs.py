@@ -230,7 +230,7 @@ def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> Decod
 
 
 def _parse_positions(position_ids: Tensor | None, num_tokens: int) -> PromptPositions | None:
-    """Convert the decoder's argument `position_ids`. Return None if the decoder has got none.
+    """Convert the decoder's argument `position_ids`. Return None if the argument is None.
 
     The shape of the argument is [1, num_tokens] or [num_axes, 1, num_tokens].
     """

@@ -28,7 +28,9 @@ from nereid_backend.vision.forward.own_attention import OwnAttention
 
 @dataclass(frozen=True, slots=True)
 class _ImageChunk:
-    """Consecutive tokens of one sequence with images. One run of the model computes them.
+    """Consecutive tokens of one sequence that has images.
+
+    One run of the model computes all these tokens.
 
     Attributes:
         first_row: the index of the chunk's first token among all tokens of the step.
@@ -212,7 +214,9 @@ def _positions_on_axes(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | 
     the decoder computes the positions itself. `chunks` contains all tokens of sequences with images
     in the batch. There is at least one chunk.
     """
-    # A model passes positions to its decoder for all prompts, on the same axes, or for no prompt.
+    # If a model passes positions to its decoder for one prompt, it passes positions with the same
+    # axes for all prompts. Therefore, the first chunk shows whether there are positions, and how
+    # many axes they have.
     first_positions = chunks[0].inputs.positions
     if first_positions is None:
         return None

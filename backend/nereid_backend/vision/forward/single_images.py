@@ -94,9 +94,10 @@ class GeneratedPath:
 
 
 def _with_token_types(arguments: Mapping[str, object], num_tokens: int) -> dict[str, Any]:
-    """Return the arguments of a prompt with images. Extend the token types to `num_tokens` tokens.
+    """Return the arguments for a sequence with images. Append token types for the newest tokens.
 
-    The arguments contain token types only for the prompt. The added type 0 means a text token.
+    The arguments contain token types only for the prompt. The result contains one token type for
+    each of the first `num_tokens` tokens. The added type 0 means a text token.
     """
     extended = dict(arguments)
     for name in _TOKEN_ARGUMENTS:
@@ -139,8 +140,8 @@ class SplitPath:
         """
         chunk_has_images = [chunk.sequence.images is not None for chunk in plan.chunks]
         if not any(chunk_has_images):
-            # The forward path of images is not called. Free the memory of sequences with images
-            # that have ended.
+            # No sequence in this step has images, so the forward path of images is not called. Free
+            # the memory of sequences that had images and have ended.
             self._images.delete_unused_states()
             return self._text.forward(plan, sampled)
         assert not plan.pending, "async scheduling is off for models whose images use this path"
@@ -241,9 +242,9 @@ def _snapshots_without_images(
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
 
     def renumber(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return copies of the pairs (chunk index, snapshot id) that contain the new indices.
+        """Replace the chunk index in each pair by the new chunk index, and return the new pairs.
 
-        Leave out the pairs of chunks with images.
+        Each pair is (chunk index, snapshot id). Leave out the pairs of chunks with images.
         """
         return [
             (new_indices[index], snapshot_id)

@@ -194,8 +194,9 @@ class ForkServer:
             # not keep them open.
             for inherited in (*sockets, *self._connections.values()):
                 inherited.close()
-            # Delete the variables of the fork server. `_environment` does not contain the variables
-            # that imported libraries have set, so these variables stay.
+            # Delete the environment variables that the fork server was started with. Imported
+            # libraries have set further variables. `_environment` does not contain the further
+            # variables, so they are not deleted.
             for name in self._environment:
                 del os.environ[name]
             # When the requested module is done, it ends this process with `os._exit`. Therefore the
@@ -297,8 +298,9 @@ def _receive(connection: socket.socket) -> Request | None:
 def _read_json(descriptor: int) -> Any:  # noqa: ANN401 - any JSON value
     """Parse the content of an open JSON file, and close the file."""
     with open(descriptor, "rb") as json_file:
-        # The Triton model has written this file, and shares the position in the file with this
-        # process. Therefore the position is still at the end of the file.
+        # The process that requests the child process has written the file, and has sent its open
+        # file descriptor. Therefore, the two processes share one position in the file, which is at
+        # the end of the file after the writing. Move the position to the start.
         json_file.seek(0)
         return json.load(json_file)
 
@@ -406,7 +408,7 @@ def _end_openblas_threads() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Import the modules, and then serve requests for child processes that need these modules.
+    """Import the modules, and then create child processes that need these modules.
 
     Serve requests until the process is killed. Return only if an imported module makes forks
     unsafe; the return value is then the exit code 1.

@@ -121,7 +121,9 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
 
 
 def _request_fields(module: str, title: str) -> dict[str, object]:
-    """Return the fields of a request to the fork server, except the files of the new process.
+    """Return the fields of a message that requests a new process from the fork server.
+
+    The files of the new process are not among these fields; see `_send_request`.
 
     The fork server refuses the request if its own Python or its own environment variables differ,
     because the modules that it has imported depend on them.

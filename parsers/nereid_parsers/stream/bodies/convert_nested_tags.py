@@ -82,13 +82,22 @@ class NestedReader(StepReader):
         """
         innermost = self._elements[-1]
         if innermost.kind is ElementKind.UNKNOWN:  # Only the opening tag has been read.
-            innermost.kind = self._kind_at(innermost, text, pos)
-            if innermost.kind is ElementKind.UNKNOWN:
-                return NEED_MORE
-            self._write_opening(innermost)
+            self._determine_kind(innermost, text, pos)
+        if innermost.kind is ElementKind.UNKNOWN:
+            return NEED_MORE
         if innermost.kind in _CONTAINERS:  # The element contains child elements.
             return self._read_between_children(text, pos)
         return self._read_text_or_tag(innermost, text, pos)
+
+    def _determine_kind(self, element: Element, text: str, pos: int) -> None:
+        """Set the kind of `element`, if the text at `pos` shows it, and write the opening text.
+
+        The text at `pos` follows the opening tag. Example: in `~<city>Paris`, the text `Paris`
+        shows that the element is a string, so `"` is written.
+        """
+        element.kind = self._kind_at(element, text, pos)
+        if element.kind is not ElementKind.UNKNOWN:
+            self._write_opening(element)
 
     def _read_between_children(self, text: str, pos: int) -> int | NeedMore:
         """Inside an object or an array, skip white space and read the next tag.
@@ -96,7 +105,8 @@ class NestedReader(StepReader):
         Examples with the prefix `~` before each tag and the stop marker `</call>`:
 
             text at `pos`      effect
-            `</call>`          The tool call ends, if no tag is open. The marker stays unread.
+            `</call>`          The tool call ends. The marker stays unread. While a tag is open,
+                               the marker is not valid, and the status becomes BROKEN.
             `~<city>`          The tag is read.
             `</ca` or `~`      The result is NEED_MORE, because the text is incomplete.
             `Paris`            The status becomes BROKEN, because text between children is not
@@ -108,7 +118,7 @@ class NestedReader(StepReader):
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
-        stop_marker_end = self._match_stop_marker(text, pos)
+        stop_marker_end = self._match_stop_marker(text, pos)  # NO_MATCH while a tag is open.
         if isinstance(stop_marker_end, int):
             self._end_call()
             return pos
@@ -167,18 +177,18 @@ class NestedReader(StepReader):
     def _open_element(self, name: str) -> None:
         """Open the new element `name` inside the innermost element, and write `name` as a JSON key.
 
-        If the value of the previous element `name` has not been written yet, the two values may
-        become one array, so no second key is written. Example: after `<tag>a</tag>`, nothing is
-        written for another `<tag>`, because the result may be `"tag": ["a", "b"]`.
+        Successive elements with the same name share one key, because their values become one array.
+        Example: `<tag>a</tag><tag>b</tag>` becomes `"tag": ["a", "b"]`. When the second `<tag>`
+        opens, the value `"a"` is still stored, so no second key is written.
         """
         parent = self._elements[-1]
-        lacks_own_key = parent.has_stored_value_of(name)
-        if not lacks_own_key:
+        shares_key = parent.has_stored_value_of(name)
+        if not shares_key:
             self._write_key(parent, name)
         parent.last_child = name
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
-        self._elements.append(Element(name, schema, types, lacks_own_key=lacks_own_key))
+        self._elements.append(Element(name, schema, types, shares_key=shares_key))
 
     def _write_key(self, parent: Element, child: str) -> None:
         """Write the stored values of earlier children of `parent`, and then the key `child`.
@@ -195,7 +205,7 @@ class NestedReader(StepReader):
             self.writer.write(json_text)
 
     def _kind_at(self, element: Element, text: str, pos: int) -> ElementKind:
-        """Return the kind of `element`, which the text at `pos`, after its opening tag, shows.
+        """Return the kind of `element`. The text at `pos`, after the opening tag, shows the kind.
 
         Examples with the prefix `~` before each tag:
 
@@ -206,13 +216,12 @@ class NestedReader(StepReader):
             `~`             UNKNOWN, because more text is required. At the end of the message,
                             STRING or VALUE, because `~` is then text.
         """
-        # If no complete or incomplete prefix follows, `prefix_start` is the end of the text.
-        prefix_start, is_prefix_complete = self._next_prefix(text, pos)
-        is_text_before_tag = skip_whitespace(text, pos) < prefix_start
-        if is_text_before_tag:
+        text_end, is_tag_next = self._find_text_end(text, pos)
+        has_visible_text = skip_whitespace(text, pos) < text_end
+        if has_visible_text:
             return _kind_of_text(element)
-        if is_prefix_complete:
-            return self._kind_at_tag(element, text, prefix_start)
+        if is_tag_next:
+            return self._kind_at_tag(element, text, prefix_start=text_end)
         # Only white space or the beginning of a prefix, such as `]<` of `]<]`, has arrived.
         return _kind_of_text(element) if self.is_final else ElementKind.UNKNOWN
 
@@ -225,7 +234,7 @@ class NestedReader(StepReader):
             `~</city>`               STRING or VALUE, because the element contains an empty text
             `~<name>`                OBJECT or ARRAY, because `name` is the first child
             `~<na`                   UNKNOWN, because more text is required
-            `~<>`                    OBJECT or ARRAY. `_read_tag` then rejects the malformed tag.
+            `~<>`                    OBJECT or ARRAY, although the tag is malformed
         """
         tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
         if text.startswith(_CLOSING_TAG_START, tag_start):
@@ -236,7 +245,8 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if may_be_completed:
             return ElementKind.UNKNOWN
-        # The tag is malformed, too long or cut off, so the name of the child is not known.
+        # The tag is malformed, too long or cut off. The kind must be a container, because
+        # `_read_between_children` then reads the tag, and rejects it.
         return element.container_kind(first_child=None)
 
     def _write_opening(self, element: Element) -> None:
@@ -246,7 +256,7 @@ class NestedReader(StepReader):
         """
         if element.kind is ElementKind.VALUE:
             return
-        if element.lacks_own_key:
+        if element.shares_key:
             self._write_unshared_key(element)
         self.writer.write(_OPENING_TEXTS[element.kind])
 
@@ -258,14 +268,17 @@ class NestedReader(StepReader):
         `<a>1</a><a><b>` (the prefixes are omitted), `1, "a": ` is written for the second `<a>`.
         """
         self._write_key(self._elements[-2], element.name)  # `element` is the innermost element.
-        element.lacks_own_key = False
+        element.shares_key = False
 
-    def _next_prefix(self, text: str, pos: int) -> tuple[int, bool]:
-        """Find the next tag prefix, such as `~` in `~<city>`, or an incomplete prefix at the end.
+    def _find_text_end(self, text: str, pos: int) -> tuple[int, bool]:
+        """Find the end of an element's text, and whether a tag prefix, such as `~`, starts there.
 
-        Return the position of the prefix, and whether the whole prefix has arrived. Examples with
-        the tag prefix `]<]` and `pos=0`: `a]<]` gives `(1, True)`, and `a]<` gives `(1, False)`.
-        The text `a` contains no prefix and gives `(1, False)`, where 1 is the end of the text.
+        Examples with the tag prefix `]<]` and `pos=0`:
+
+            text     result
+            `a]<]`   (1, True)
+            `a]<`    (1, False), because only a part of the prefix has arrived
+            `a`      (1, False), because the text contains no prefix
         """
         match = self._prefix_regex.search(text, pos)
         if match is None:
@@ -281,14 +294,14 @@ class NestedReader(StepReader):
         Return the position after the text or the tag. Return NEED_MORE if the text at `pos` may be
         the beginning of a tag prefix. At the end of the message, this beginning is read as text.
         """
-        prefix_start, is_prefix_complete = self._next_prefix(text, pos)
-        has_text = prefix_start > pos
+        text_end, is_tag_next = self._find_text_end(text, pos)
+        has_text = text_end > pos
         if has_text:
-            self._add_text(element, text[pos:prefix_start])
-            return prefix_start
-        if is_prefix_complete:
+            self._add_text(element, text[pos:text_end])
+            return text_end
+        if is_tag_next:
             return self._read_tag(text, pos)
-        # At `pos` is only the beginning of a tag prefix, for example `]<` if the prefix is `]<]`.
+        # Only a part of a tag prefix has arrived: `]<`, if the prefix is `]<]`.
         if not self.is_final:
             return NEED_MORE
         self._add_text(element, text[pos:])
@@ -304,13 +317,17 @@ class NestedReader(StepReader):
     def _close_element(self) -> None:
         """Close the innermost open element, and write or store the rest of its JSON value.
 
-        The start of a string, array or object has been written, so only its closing `"`, `]` or `}`
-        is written. Any other value, such as `3`, has not been written. It is stored if it may
-        become an item of an array: after `<tag>a</tag>`, another `<tag>` may follow. The stored
-        value is written when a sibling with another name opens, or when the parent closes.
+        Examples of closed elements:
+
+            string, array, object   The closing `"`, `]` or `}` is written.
+            `<tag>3</tag>`          The value `3` is stored in the parent, because another `<tag>`
+                                    may follow, and the two values would become an array. The value
+                                    is written when a sibling with another name opens, or when the
+                                    parent closes.
+            `<item>3</item>`        In an array, the value `3` is written.
         """
         element = self._elements.pop()
-        self._write_stored_values(element)
+        self._write_stored_values(element)  # The values of the element's own children.
         parent = self._elements[-1]
         if element.kind in _CLOSING_TEXTS:
             self.writer.write(_CLOSING_TEXTS[element.kind])

@@ -34,7 +34,12 @@ class JsonArgumentsReader(BodyReader):
 
         The arguments start at `text[pos]`, or continue there. Example: for the pieces `{"a": ` and
         `1}</call>`, the writer receives `{"a": ` and `1}`. `status` becomes DONE after the closing
-        brace, and BROKEN if the text is not valid.
+        brace, and BROKEN in three cases:
+
+            case                        effect of the status BROKEN
+            the function is not offered The text is content, because no tool call has started.
+            `1` instead of `{"a": 1}`   The tool call has started, and ends with a fault.
+            `{"a": ]`                   The tool call has started, and ends with a fault.
 
         Return the position up to which the text was read.
         """
@@ -44,9 +49,9 @@ class JsonArgumentsReader(BodyReader):
                 return pos
             has_started = self._start_named_call(self._head)
             if not has_started:
-                return self._reject(pos)  # No tool call is open, so the text is content.
+                return self._reject(pos)
             if text[pos] != "{":
-                return self._reject(pos)  # The open tool call ends with a fault.
+                return self._reject(pos)
         # The JSON object may arrive in several pieces. The scanner finds the end of the object.
         end = self._scanner.scan(text, pos)
         if end > pos:
@@ -143,9 +148,10 @@ class ArrayReader(BodyReader):
         return pos + 1
 
     def _contains_calls(self) -> bool:
-        """Return whether the array contains tool calls, as a marker or a started call shows.
+        """Return whether the complete array is known to contain tool calls, and not content.
 
-        Without a marker, the empty array `[]` is content.
+        A marker before the array shows this, or a member that has started a tool call. Without a
+        marker, the empty array `[]` is content.
         """
         return self._is_confirmed or self.writer.num_started > 0
 

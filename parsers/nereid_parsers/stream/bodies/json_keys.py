@@ -79,16 +79,16 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
-    roles: dict[str, KeyRole] = {}
-    # If a format declares a path twice, the later of these assignments applies.
-    for path in (*_parent_paths(keys.name), *_parent_paths(keys.arguments)):
-        roles[path] = KeyRole.PARENT
-    if keys.id:
-        roles[keys.id] = KeyRole.ID
-    for path in (keys.arguments, *keys.also):
-        roles[path] = KeyRole.ARGUMENTS
-    roles[keys.name] = KeyRole.NAME
-    return roles
+    # `keys.also` contains other keys under which a model may write the arguments.
+    arguments_paths = (keys.arguments, *keys.also)
+    parent_paths = (*_parent_paths(keys.name), *_parent_paths(keys.arguments))
+    # If a format declares a path twice, the last of these dicts determines its role.
+    return (
+        dict.fromkeys(parent_paths, KeyRole.PARENT)
+        | ({keys.id: KeyRole.ID} if keys.id else {})
+        | dict.fromkeys(arguments_paths, KeyRole.ARGUMENTS)
+        | {keys.name: KeyRole.NAME}
+    )
 
 
 class KeyRoles:
@@ -142,7 +142,7 @@ class KeyRoles:
         return role is KeyRole.ARGUMENTS and self._parts.has_arguments
 
     def _role_of_undeclared(self, path: str, *, is_object: bool) -> KeyRole:
-        """Return the meaning of a key that the format does not declare, such as `input`.
+        """Return the role of a key that the format does not declare, such as `input`.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
         object. Examples for the declared keys `name` and `arguments`:
@@ -150,17 +150,24 @@ class KeyRoles:
             object                                           key        role
             `{"name": "f", "input": {}}`                     input      ARGUMENTS
             `{"function": {"name": "f", "arguments": {}}}`   function   WRAPPER
-            `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
-                                                                        object may be content
+            `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED or INVALID, see
+                                                                        `_may_be_ignored`
         """
-        if is_object and self._accepts_other_keys():
-            if self._is_arguments_synonym(path):
-                return KeyRole.ARGUMENTS
-            if self._is_wrapper(path):
-                return KeyRole.WRAPPER
+        may_have_meaning = is_object and self._accepts_other_keys()
+        if may_have_meaning and self._is_arguments_synonym(path):
+            return KeyRole.ARGUMENTS
+        if may_have_meaning and self._is_wrapper(path):
+            return KeyRole.WRAPPER
+        return KeyRole.IGNORED if self._may_be_ignored(path) else KeyRole.INVALID
+
+    def _may_be_ignored(self, path: str) -> bool:
+        """Return whether a key without a meaning is ignored. Otherwise the object is content.
+
+        The key is ignored if a marker or an open tool call shows that the object is a tool call, or
+        if the format declares that a tool call may contain the key, such as `type` (`Keys.extra`).
+        """
         is_call = self._is_confirmed or self._writer.is_open
-        is_named_in_format = _last_key(path) in self._keys.extra  # For example `type`.
-        return KeyRole.IGNORED if is_call or is_named_in_format else KeyRole.INVALID
+        return is_call or _last_key(path) in self._keys.extra
 
     def _accepts_other_keys(self) -> bool:
         """Return whether the arguments may be under a key that the format does not declare.
@@ -203,7 +210,10 @@ class KeyRoles:
 
 
 class NameIsKeyRoles:
-    """Assigns a role to each key of an object such as `{"f": {"a": 1}}`, whose key is the name."""
+    """Assigns a role to the key of an object such as `{"f": {"a": 1}}`, where `f` is the function.
+
+    A tool call has only one such key. The object is not a tool call if another key follows.
+    """
 
     __slots__ = ("_parts",)
 

@@ -53,14 +53,14 @@ class ObjectReader(StepReader):
         """
         super().__init__(writer, first_step=self._read_opening_brace)
         self._is_confirmed = is_confirmed
-        # The current key, and the keys of the objects that enclose the current member. Example: at
-        # `"f"` in `{"function": {"name": "f"}}`, they are "name" and ["function"].
+        # The key of the current member: `name`, at `"f"` in `{"function": {"name": "f"}}`.
         self._key = ""
+        # The keys of the objects that enclose this member: `function` in the same example.
         self._outer_keys: list[str] = []
         # The name, the id and the arguments that have been read.
         self._parts = CallParts()
-        # `_roles` decides what each key means. To ignore a repeated key, `_roles` looks up in
-        # `_parts` whether the name or the arguments have already been read.
+        # Decides what each key means. A second key `name` has no meaning, so this object receives
+        # `_parts`, which shows whether a name has already been read.
         self._roles = create_roles(keys, self._parts, writer, is_confirmed=is_confirmed)
 
     def finish(self) -> None:
@@ -134,9 +134,13 @@ class ObjectReader(StepReader):
 
         If the tool call has no arguments, as in `{"name": "f"}`, the arguments `{}` are written.
 
-        Return the position after the brace. If no tool call has started, return `pos`, with the
-        status BROKEN, because the object is content. The object then has no name, or neither
-        arguments nor a marker shows that it is a tool call.
+        If no tool call has started, the object is content, so the status becomes BROKEN. Examples:
+
+            `{"type": 1}`     The object has no name.
+            `{"name": "f"}`   No marker precedes the object, and it has no arguments, so it may be
+                              ordinary JSON.
+
+        Return the position after the brace, or `pos` if the object is content.
         """
         if not self.writer.is_open:
             return self._reject(pos)
@@ -205,10 +209,10 @@ class ObjectReader(StepReader):
                 self._expect_string(self._handle_name)
             case KeyRole.ID if is_string:
                 self._expect_string(self._set_call_id)
-            case KeyRole.ID | KeyRole.IGNORED:  # Only a string is an id. Other ids are ignored.
+            case KeyRole.ID | KeyRole.IGNORED:  # An id that is not a string, as in `"id": 1`.
                 self._scanner = JsonScanner()
                 self._next_step = self._skip_value
-            case _:  # The value has the wrong type for its key, as in `"name": 1`.
+            case KeyRole.NAME | KeyRole.PARENT | KeyRole.INVALID:  # A wrong type: `"name": 1`.
                 return self._reject(pos)
         return pos
 
@@ -272,8 +276,8 @@ class ObjectReader(StepReader):
         if self._scanner.status is BROKEN:
             self.status = BROKEN
             return
-        if self._parts.has_arguments:  # The complete value is the arguments, or follows them.
-            self._parts.has_all_arguments = True
+        # No value is open, so arguments that have started are complete.
+        self._parts.has_all_arguments = self._parts.has_arguments
         self._next_step = self._read_key_or_closing_brace
 
     # ---- name, id and arguments ------------------------------------------------------------------
@@ -319,7 +323,7 @@ class ObjectReader(StepReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int | NeedMore:
-        """Check that the value at `pos` can be the arguments of a tool call, and start them.
+        """Select the method that reads the arguments at `pos`, if their first characters are valid.
 
         If no marker and no earlier tool call confirms that the outer object is a tool call, the
         arguments must be an object. Example: `{"name": "Ann", "arguments": 3}` is content, so the
@@ -340,8 +344,11 @@ class ObjectReader(StepReader):
     def _enter_arguments(self, text: str, pos: int) -> int:
         """Start the tool call, and select the method that reads the arguments at `pos`.
 
-        The tool call may already have started at its name. In `{"arguments": {}, "name": "f"}`, the
-        name follows the arguments, and starts the tool call later.
+        There are two cases in which the tool call does not start here:
+
+            `<call>{"name": "f", "arguments": {}}`   The tool call has started at the name, because
+                                                     a marker confirms the tool call.
+            `{"arguments": {}, "name": "f"}`         The tool call will start at the name.
 
         Return `pos`. If the request does not offer the named function, the object is content, so
         the status becomes BROKEN.

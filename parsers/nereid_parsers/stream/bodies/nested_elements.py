@@ -48,7 +48,7 @@ class Element:
         name: The name in the element's tags. "" for the object that contains all arguments.
         schema: The JSON schema of the element's value.
         types: The JSON types that the schema allows, or None if the schema declares no type.
-        lacks_own_key: Whether no JSON key has been written for this element. The reason is that the
+        shares_key: Whether no JSON key has been written for this element. The reason is that the
             previous sibling has the same name, so the two elements may become items of one array.
         kind: The kind of the element's value.
         text_pieces: The stored text of an element of kind VALUE.
@@ -61,7 +61,7 @@ class Element:
     name: str
     schema: Mapping[str, object]
     types: frozenset[str] | None
-    lacks_own_key: bool = False
+    shares_key: bool = False
     kind: ElementKind = ElementKind.UNKNOWN
     text_pieces: list[str] = field(default_factory=list)
     num_children: int = 0

@@ -38,13 +38,14 @@ class PythonCallsReader(StepReader):
     def __init__(self, writer: CallWriter, declaration: PythonCalls, *, is_confirmed: bool) -> None:
         """Create a reader for tool calls in Python syntax, such as `[f(a=1), g()]`.
 
-        `is_confirmed` is true if a marker shows that the text contains tool calls. If not, the text
-        is content unless the function's name is the name of an offered tool.
+        `is_confirmed` is true if a marker shows that the text contains tool calls. If it is false,
+        `f(a=1)` is a tool call if the request offers the function `f`, and otherwise content.
         """
         first_step = self._read_opening_bracket if declaration.open else self._read_call_start
         super().__init__(writer, first_step)
         self._declaration = declaration
-        # The texts between and after the tool calls. "" if the format does not declare them.
+        # The texts between and after the tool calls. "" if the format does not declare them. `read`
+        # skips the white space around a separator such as `, `.
         self._separator = declaration.separator.strip()
         self._closing_bracket = declaration.close
         self._is_confirmed = is_confirmed
@@ -106,7 +107,8 @@ class PythonCallsReader(StepReader):
             `f(a=1`, `f()`     The tool call starts. Only `f(` is read.
             `f`, `f(`, `f(a`   The result is NEED_MORE, because `=` may follow.
             `f(x)`, `12`       The status becomes BROKEN, because each argument needs a keyword.
-            `g(a=1`            The status becomes BROKEN if nothing shows that this is a tool call.
+            `g(a=1`            The request does not offer `g`, so the status becomes BROKEN, unless
+                               a marker or an earlier tool call shows that this is a tool call.
 
         Return the position after the text that was read, or NEED_MORE.
         """
@@ -115,10 +117,9 @@ class PythonCallsReader(StepReader):
             return self._reject(pos)
         bracket_start = name_match.end()
         have_arguments_started = _match_arguments_start(text, bracket_start) is not None
-        if not have_arguments_started and _match_incomplete_start(text, bracket_start):
-            return self._need_more_or_reject(text, pos)  # As in `f`, `f(` or `f(a`.
         if not have_arguments_started:
-            return self._reject(pos)
+            is_incomplete = _match_incomplete_start(text, bracket_start) is not None  # As in `f(a`.
+            return self._need_more_or_reject(text, pos) if is_incomplete else self._reject(pos)
         has_started = self._start_call(name_match.group())
         if not has_started:
             return self._reject(pos)
@@ -305,7 +306,7 @@ class UnquotedKeyReader(BodyReader):
             has_started = self._start_named_call(self._head)
             if not has_started:
                 return self._reject(pos)
-        # The literal is the whole object, so the opening brace is read here.
+        # `_literal` reads the whole object, including the opening brace.
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
         if json_text:

@@ -8,36 +8,23 @@ from __future__ import annotations
 
 import re
 from json.encoder import encode_basestring as quote_json
-from typing import NamedTuple
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTags, MarkerRole, TagOpening
-from nereid_parsers.stream.bodies.tagged_value import TaggedValue, types_of_value
+from nereid_parsers.stream.bodies.tagged_value import (
+    LastPiece,
+    OpenPiece,
+    Piece,
+    TaggedValue,
+    types_of_value,
+)
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, NeedMore, skip_whitespace
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NeedMore, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.python_strings import escape_json
 
 _MAX_CHARS_AFTER_SEPARATOR = 256
 _MISSING_CLOSE = "the closing marker of an argument is missing"
-
-
-class _ValuePiece(NamedTuple):
-    """A piece of a value's text. The piece starts at the first unread character.
-
-    Example: if the unread text is `a</p>`, and `</p>` is the closing marker of the value, the piece
-    is `_ValuePiece(end=1, next_pos=5)`.
-
-    Attributes:
-        end: The position after the piece.
-        next_pos: If the value ends with this piece, the position at which the next argument may
-            start. None if the value may continue.
-        lacks_closing_marker: Whether the value ends without its closing marker, as in `a</call>`.
-    """
-
-    end: int
-    next_pos: int | None
-    lacks_closing_marker: bool = False
 
 
 class TaggedReader(StepReader):
@@ -96,23 +83,23 @@ class TaggedReader(StepReader):
         end = self._tags.match_end(text, pos, self.is_final, self.writer.tools)
         if end is NEED_MORE:
             return NEED_MORE
-        if end is not NO_MATCH:
+        if isinstance(end, int):  # The arguments end at `pos`.
             self._end_call()
             return pos
         opening = self._tags.match(text, pos, self.is_final)
+        if opening is NEED_MORE:
+            return NEED_MORE
         if isinstance(opening, TagOpening):
             self._start_value(opening)
             return opening.end
-        is_incomplete = opening is NEED_MORE or self._is_incomplete_tag_or_stop_marker(text, pos)
-        if not is_incomplete:
-            return self._reject(pos)  # Text between the arguments is not valid.
-        return len(text) if self.is_final else NEED_MORE
+        if self.is_final and self._is_cut_off_tag(text, pos):
+            return len(text)
+        return self._reject(pos)  # Text between the arguments is not valid.
 
-    def _is_incomplete_tag_or_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether the text at `pos` is an incomplete opening tag or stop marker.
+    def _is_cut_off_tag(self, text: str, pos: int) -> bool:
+        """Return whether the message ends inside an opening tag or a stop marker.
 
-        Examples: the result is True for `<param` and for `</func`, and False for `Paris`. It is
-        also True at the end of the message, when no more text can complete the tag.
+        Examples: the result is True for `<param` and for `</func`, and False for `Paris`.
         """
         if self._tags.may_become_stop_marker(text, pos):
             return True
@@ -126,13 +113,17 @@ class TaggedReader(StepReader):
         key = opening.fields["key"].strip()
         self._write_key(key)
         function, tools = self._head.name, self.writer.tools
-        # The key may occur in the closing tag, so the value needs the tags of this key.
+        # The closing tag of some formats contains the key: `</{key}>` becomes `</days>`.
         self._value_tags = self._tags.for_key(key)
+        # A format may declare several ways to write a value. The opening tag shows which one is
+        # used here. `for_key` keeps the order of these variants.
+        value_tag = self._value_tags.variants[opening.variant_index]
+        function_schema = tools.parameters.get(function, {})  # {} if the function is not offered.
         self._value = TaggedValue(
-            tag=self._value_tags.variants[opening.variant_index],
+            tag=value_tag,
             types=types_of_value(opening.fields, function, tools),
             schema=tools.argument_schema(function, key),
-            root=tools.parameters.get(function, {}),
+            root=function_schema,
         )
         self._is_in_value = True
         self._next_step = self._skip_padding
@@ -169,7 +160,7 @@ class TaggedReader(StepReader):
         else:
             self._next_step = self._store_value
 
-    def _find_piece(self, text: str, pos: int) -> _ValuePiece:
+    def _find_piece(self, text: str, pos: int) -> Piece:
         """Find the next piece of the current value. The piece starts at `text[pos]`.
 
         A value usually ends at its closing marker. If the model has omitted the closing marker, the
@@ -177,11 +168,10 @@ class TaggedReader(StepReader):
         and `pos=0`:
 
             text         result
-            `a</p>`      `end=1, next_pos=5`, because the value ends with this piece
-            `a</`        `end=1, next_pos=None`, because `</` may become the closing marker
-            `ab`         `end=2, next_pos=None`, because the value may continue
-            `a</call>`   `end=1, next_pos=1, lacks_closing_marker=True`, because the value ends
-                         before `</call>`
+            `a</p>`      `LastPiece(end=1, next_pos=5)`
+            `a</call>`   `LastPiece(end=1, next_pos=1, lacks_closing_marker=True)`
+            `a</`        `OpenPiece(end=1)`, because `</` may become the closing marker
+            `ab`         `OpenPiece(end=2)`
         """
         tag = self._value.tag
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
@@ -191,39 +181,42 @@ class TaggedReader(StepReader):
             piece = self._piece_before(marker, text, pos)
             if piece is not None:
                 return piece
-            # Another marker may start inside this marker, which is a part of the value.
+            # The value contains this marker. The search continues after the first character of the
+            # marker, because the next marker may overlap this marker.
             marker = find_marker(text, _start_of_marker(marker) + 1)
-        return _ValuePiece(len(text), None)  # The value may continue.
+        return OpenPiece(len(text))
 
-    def _piece_before(self, marker: re.Match[str], text: str, pos: int) -> _ValuePiece | None:
+    def _piece_before(self, marker: re.Match[str], text: str, pos: int) -> Piece | None:
         """Return the piece of the value between `pos` and `marker`.
 
         Return None if the value contains the marker, so that the piece does not end there. The
-        group of `marker` is "close" for the closing marker of the value, and "early" for another
-        marker that may end the value. A marker at the end of the text that is still incomplete has
-        no group.
+        group of the match shows the kind of the marker:
+
+            "close"   the closing marker of the value, such as `</p>`
+            "early"   another marker that may end the value, such as `</call>`
+            none      an incomplete marker at the end of the text, such as `</`
         """
         piece_end = marker.start()  # The match starts with the white space before the marker.
         if self._value.is_escaped(text, pos, piece_end):
-            return None
+            return None  # A backslash makes the marker a part of the value, as in `a\"b"`.
         match marker.lastgroup:
             case "close":
                 return self._piece_before_closing_marker(marker, text)
             case "early":
                 return self._piece_before_early_end(marker, text)
             case _:  # More text may complete the marker.
-                return _ValuePiece(piece_end, next_pos=None)
+                return OpenPiece(piece_end)
 
-    def _piece_before_closing_marker(self, marker: re.Match[str], text: str) -> _ValuePiece | None:
+    def _piece_before_closing_marker(self, marker: re.Match[str], text: str) -> Piece | None:
         """Return the piece of the value before the closing marker, which `marker` matches.
 
         Return None if `marker` is a part of the value. This is possible if the closing marker is a
         separator, such as `;`. A separator ends the value only if another argument or a stop marker
         follows. Examples:
 
-            `x; b=2`   the piece `x`. The value ends, because the argument `b` follows.
+            `x; b=2`   the last piece `x`, because the argument `b` follows
             `x; y`     None, because `; y` is a part of the value
-            `x; `      the piece `x`. More text is required to decide whether the value ends.
+            `x; `      the piece `x`, after which the value may continue, as in `x; y`
         """
         piece_end = marker.start()  # The match starts with the white space before the marker.
         role = MarkerRole.AFTER_VALUE
@@ -233,38 +226,46 @@ class TaggedReader(StepReader):
             case MarkerRole.PART_OF_VALUE:
                 return None
             case MarkerRole.UNDECIDED:
-                return _ValuePiece(piece_end, next_pos=None)
+                return OpenPiece(piece_end)
             case MarkerRole.AFTER_VALUE:
-                return _ValuePiece(piece_end, next_pos=marker.end())
+                return LastPiece(piece_end, next_pos=marker.end())
 
-    def _role_of_separator(self, text: str, pos: int) -> MarkerRole:
-        """Decide whether the separator before `pos`, such as `;`, is a part of the value.
+    def _role_of_separator(self, text: str, separator_end: int) -> MarkerRole:
+        """Decide whether a separator, such as `;`, is a part of the value or follows the value.
 
-        If the separator is not a part of the value, the value ends before the separator.
+        The text after the separator decides. Examples for arguments such as `a=1; b=2`, and the
+        stop marker `</call>`:
+
+            text after `;`   result
+            ` b=2`           AFTER_VALUE, because another argument follows
+            `</call>`        AFTER_VALUE, because the arguments end
+            ` y.`            PART_OF_VALUE
+            ` b`, `</ca`     UNDECIDED, because more text is required
+            none             UNDECIDED. At the end of the message: AFTER_VALUE
         """
         # Only a limited number of characters is examined. Otherwise, a long value with many
         # separators would take quadratic time.
-        next_chars = text[pos : pos + _MAX_CHARS_AFTER_SEPARATOR]
+        next_chars = text[separator_end : separator_end + _MAX_CHARS_AFTER_SEPARATOR]
         is_complete = self.is_final or len(next_chars) == _MAX_CHARS_AFTER_SEPARATOR
-        after = next_chars.lstrip()
-        if not after:
+        text_after = next_chars.lstrip()
+        if not text_after:
             return MarkerRole.AFTER_VALUE if is_complete else MarkerRole.UNDECIDED
-        next_call = self._tags.match_next_call(after, 0, is_complete, self.writer.tools)
-        if self._tags.is_at_stop_marker(after, 0) or isinstance(next_call, int):
+        end = self._tags.match_end(text_after, 0, is_complete, self.writer.tools)
+        if isinstance(end, int):
             return MarkerRole.AFTER_VALUE
-        may_become_marker = self._tags.may_become_stop_marker(after, 0)
-        if not is_complete and (may_become_marker or next_call is NEED_MORE):
+        if end is NEED_MORE:
             return MarkerRole.UNDECIDED
-        return self._role_of_opening_tag(after, 0, is_complete)
+        return self._role_of_opening_tag(text_after, 0, is_complete)
 
-    def _piece_before_early_end(self, marker: re.Match[str], text: str) -> _ValuePiece | None:
-        r"""Return the piece of the value before a marker that is not the closing marker.
+    def _piece_before_early_end(self, marker: re.Match[str], text: str) -> Piece | None:
+        r"""Return the piece of the value that ends before `marker`, such as `</call>`.
 
-        Examples for the closing marker `</p>`:
+        `marker` is not the closing marker of the value. It may be a part of the value, or follow a
+        value whose closing marker is missing. Examples for the closing marker `</p>`:
 
-            `a</call>b</p>`   None, because the value contains the marker `</call>`
+            `a</call>b</p>`   None, because `</p>` shows that the value contains `</call>`
             `a</call>b`       the piece `a`, after which the value may continue
-            `a\n</call>`      the piece `a`, with which the value ends, because `</p>` is missing
+            `a\n</call>`      the last piece `a`, if the message ends here
         """
         piece_end = marker.start()  # The match includes the white space before the marker.
         marker_start = marker.start("early")
@@ -272,9 +273,9 @@ class TaggedReader(StepReader):
             case MarkerRole.PART_OF_VALUE:
                 return None
             case MarkerRole.UNDECIDED:
-                return _ValuePiece(piece_end, next_pos=None)
+                return OpenPiece(piece_end)
             case MarkerRole.AFTER_VALUE:
-                return _ValuePiece(piece_end, next_pos=marker_start, lacks_closing_marker=True)
+                return LastPiece(piece_end, next_pos=marker_start, lacks_closing_marker=True)
 
     def _role_of_marker_in_value(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of the value or follows the value.
@@ -318,7 +319,7 @@ class TaggedReader(StepReader):
         has_new_text = piece.end > pos
         if has_new_text:
             self.writer.write(escape_json(text[pos : piece.end]))
-        if piece.next_pos is not None:  # The value ends with this piece.
+        if isinstance(piece, LastPiece):
             self.writer.write('"')
             self._end_value(piece)
             return piece.next_pos
@@ -331,10 +332,10 @@ class TaggedReader(StepReader):
         an argument whose type is not known:
 
             stored text   new text          text that is written
-            `1`           `2</parameter>`   `12`, because the closing marker shows the whole value
+            none          `1`               none, because the type is not certain
+            `1`           `2</parameter>`   `12`, because the value is complete
             none          `Par`             `"Par`, because only a string starts with `P`. The step
                                             `_copy_string` reads the rest of the string.
-            none          `1`               none
 
         Return the position after the text that was read, or NEED_MORE if no text could be read.
         """
@@ -342,7 +343,7 @@ class TaggedReader(StepReader):
         has_new_text = piece.end > pos
         if has_new_text:
             self._value.pieces.append(text[pos : piece.end])
-        if piece.next_pos is not None:  # The value ends with this piece.
+        if isinstance(piece, LastPiece):
             self.writer.write(self._value.to_json())
             self._end_value(piece)
             return piece.next_pos
@@ -361,7 +362,7 @@ class TaggedReader(StepReader):
         self._value.pieces.clear()
         self._next_step = self._copy_string
 
-    def _end_value(self, last_piece: _ValuePiece) -> None:
+    def _end_value(self, last_piece: LastPiece) -> None:
         """Select the step that reads the next tag. Store a deviation if `last_piece` shows one."""
         if last_piece.lacks_closing_marker:
             self.writer.add_deviation(_MISSING_CLOSE)

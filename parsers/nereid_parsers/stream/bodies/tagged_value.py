@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import unescape as unescape_html
-from typing import Any
+from typing import Any, NamedTuple
 
-from nereid_parsers.stream.bodies.compiled_tags import CompiledTag
+from nereid_parsers.stream.bodies.compiled_tag import CompiledTag
 from nereid_parsers.stream.values.argument_types import Tools
 from nereid_parsers.stream.values.json_text import escape_surrogates, to_json
 from nereid_parsers.stream.values.nested_values import nested_tags_to_json
@@ -24,6 +24,40 @@ _NULL_WORDS = ("null", "None")
 # The field {string} of the tag then has the text "true", or the field {type} has one of the texts
 # in _STRING_TYPE_NAMES.
 _STRING_TYPE_NAMES = ("string", "str")
+
+
+class OpenPiece(NamedTuple):
+    """A piece of a value's text, after which the value may continue.
+
+    Example: if the unread text is `ab</`, the piece is `OpenPiece(end=2)`, because `</` may be the
+    start of the closing marker `</p>`, or a part of the value.
+
+    Attributes:
+        end: The position after the piece. The piece starts at the first unread character.
+    """
+
+    end: int
+
+
+class LastPiece(NamedTuple):
+    """The last piece of a value's text.
+
+    Example: if the unread text is `ab</p>`, and `</p>` is the closing marker of the value, the
+    piece is `LastPiece(end=2, next_pos=6)`.
+
+    Attributes:
+        end: The position after the piece. The piece starts at the first unread character.
+        next_pos: The position after the closing marker, at which the next argument may start.
+        lacks_closing_marker: Whether the closing marker is missing, as in `a</call>`. `next_pos` is
+            then the position of the marker that follows the value.
+    """
+
+    end: int
+    next_pos: int
+    lacks_closing_marker: bool = False
+
+
+Piece = OpenPiece | LastPiece
 
 
 @dataclass(slots=True)
@@ -70,7 +104,7 @@ class TaggedValue:
         return to_json(text, self.types) if nested is None else nested
 
     def _quoted_text_to_json(self, text: str) -> str:
-        r"""Convert text that was in quotes, and may contain JSON escapes, such as `\n`, to JSON.
+        r"""Convert the text between two quotes to JSON. The text may contain escapes, such as `\n`.
 
         The result is a string if the schema allows a string. Otherwise the quotes are ignored.
         Example: for `"12"`, the result is `"12"` if a string is allowed, and `12` if only a number
@@ -117,24 +151,32 @@ class TaggedValue:
 
         At least one character of the value must be stored. Examples:
 
-            allowed types    stored text     result
-            all              `Par`           True
-            all              `12` or ` 12`   False: the value may be a number.
-            string or null   `12`            True
-            string or null   `nu`            False: the value may become `null`.
+            allowed types       stored text   result
+            not known           `Par`         True
+            not known           `12`          False: the value may be a number.
+            string or integer   `Par`         True
+            integer             `Par`         False: no string is allowed.
+            string or null      `12`          True: no number is allowed.
+            string or null      `nu`          False: the value may become `null`.
 
-        The result is also False for a text with escapes, because an escape may be incomplete.
+        The result is also False for a text with escapes, because an escape may be incomplete. If
+        only a string is allowed, the caller does not store the value, see `is_declared_as_string`.
         """
         if self.tag.escapes:
             return False
         if self.types == _STRING_OR_NULL:
             return not self._may_become_null()
         allows_string = self.types is None or "string" in self.types
-        # Only the first character is examined. To examine the whole text, all pieces would have to
-        # be joined after each new piece, which would be slow.
+        return allows_string and not self._may_become_json()
+
+    def _may_become_json(self) -> bool:
+        """Return whether the stored text may be the start of JSON, such as `12` or ` tr`.
+
+        Only the first character is examined. To examine the whole text, all pieces would have to be
+        joined after each new piece, which would be slow.
+        """
         first_char = self.pieces[0][0]
-        may_be_json = first_char in _FIRST_CHARS_OF_JSON or first_char.isspace()
-        return allows_string and not may_be_json
+        return first_char in _FIRST_CHARS_OF_JSON or first_char.isspace()
 
     def _may_become_null(self) -> bool:
         """Return whether the stored text is `null` or `None`, or a prefix of one of these words.
@@ -157,9 +199,10 @@ def _count_last_backslashes(text: str, start: int, end: int) -> int:
 
 
 def _unescape_json(text: str) -> str:
-    r"""Replace the escape sequences of a JSON string, such as `\n`. The text has no quotes.
+    r"""Replace each JSON escape sequence, such as `\n`, with the character that it represents.
 
-    If a sequence is not valid, as in `C:\dir`, return the text unchanged.
+    `text` is the text between the quotes of a JSON string. If a sequence is not valid, as in
+    `C:\dir`, return the text unchanged.
     """
     try:
         return str(json.loads(f'"{text}"', strict=False))
@@ -176,8 +219,10 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
         opening tag                        types of the schema   result
         `<p name="days">`                  integer               integer
         `<p name="days" string="true">`    string or null        string
-        `<p name="days" string="true">`    integer               integer: a contradiction
-        `<p name="days" string="false">`   string                string: a contradiction
+        `<p name="days" string="true">`    integer               integer, because the schema allows
+                                                                 no string
+        `<p name="days" string="false">`   string                string, because the schema allows
+                                                                 only a string
 
     `fields` are the fields of the opening tag. `fields["key"]` is the name of the argument.
     """

@@ -91,16 +91,21 @@ class CallWriter:
         `new_id` generates an id for a tool call to which the model gave no id.
         """
         self.tools = tools
-        # With the policy RAW, invalid arguments are returned unchanged. With any other policy, they
-        # are repaired or discarded, so the writer stores all arguments until they are complete.
-        self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
+        # To repair or discard invalid arguments, the writer must store all arguments until they are
+        # complete. With the policy RAW, the arguments are returned at once.
+        self.stores_arguments = policy.broken_arguments in (
+            BrokenArguments.REPAIR_OR_RAW,
+            BrokenArguments.REPAIR_OR_DROP,
+        )
         self._policy = policy
         self._events = events
         self._new_id = new_id
         self.is_open = False
-        self.last_index = -1  # No event of a tool call has been appended.
+        self.last_index = -1  # The first tool call with an event gets the index 0.
         self.num_started = 0
-        self._num_cuts_left = _MAX_CUTS  # How often `cut_arguments_at` may still remove text.
+        # How often `cut_arguments_at` may still remove text from the stored arguments, so that the
+        # parser reads the text again.
+        self._num_cuts_left = _MAX_CUTS
         self._deviations: list[str] = []  # See `add_deviation`.
 
     def add_deviation(self, deviation: str) -> None:
@@ -120,7 +125,12 @@ class CallWriter:
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a call of the tool `name`. Return False if the text is content instead.
 
-        If the policy discards the call, the call starts, but no events are appended for this call.
+        The policy for tools that the request does not offer decides:
+
+            policy    result   effect
+            FORWARD   True     The call starts, and its events are appended.
+            DROP      True     The call starts, so that its text is read. No event is appended.
+            CONTENT   False    No call starts.
 
         `call_id` is the id that the model wrote, or "". `is_confirmed` is true if a marker or an
         earlier tool call shows that the text is a tool call.
@@ -139,7 +149,7 @@ class CallWriter:
         return True
 
     def _treatment_of(self, name: str, *, is_confirmed: bool) -> UnknownTool:
-        """Return whether a supposed call of the tool `name` is returned, discarded or content.
+        """Decide whether a call of the tool `name` is returned, is discarded or becomes content.
 
         `is_confirmed` is true if a marker or an earlier tool call shows that the text is a tool
         call. The first case that applies decides:
@@ -187,19 +197,20 @@ class CallWriter:
     def write(self, text: str) -> None:
         """Add a piece of JSON text, such as `{"a": `, to the arguments of the open tool call.
 
-        If `stores_arguments` is true, the piece is stored, and `end` appends its event. No event is
-        appended for a discarded tool call. The filter of any other tool call may also store the
-        piece, because an object such as `{"arguments": {"a": 1}}` may enclose the arguments.
+        If `stores_arguments` is true, the piece is stored, and `end` appends one event for all
+        arguments. Otherwise, an event for the piece is appended. The event is delayed if the piece
+        may be a part of a superfluous outer object, such as `{"arguments": {"a": 1}}`.
         """
         call = self._call
         if self.stores_arguments:
             call.stored_arguments.append(text)
         elif call.is_discarded:
             return
-        elif call.wrapper_filter.is_passing:  # The filter would return the piece unchanged.
+        elif call.wrapper_filter.is_passing:  # There is no superfluous outer object.
             self._append_arguments(text)
         else:
-            self._append_arguments(call.wrapper_filter.add(text))  # "" if the piece is stored.
+            ready_text = call.wrapper_filter.add(text)  # "" if the filter stores the piece.
+            self._append_arguments(ready_text)
 
     def _append_arguments(self, text: str) -> None:
         """Append an event for a piece of the arguments. Do nothing if `text` is empty."""
@@ -227,11 +238,14 @@ class CallWriter:
     def _append_last_events(self) -> None:
         """Append the last events of a tool call. The earlier events have already been appended.
 
-        The `wrapper_filter` may still store the arguments. Example: if `{"arguments": {"a": 1}}` is
-        stored, `{"a": 1}` is appended. If the model has written no arguments, `{}` is appended.
+        The `wrapper_filter` may have stored the arguments, because an object such as
+        `{"arguments": {"a": 1}}` seems to enclose the arguments. Now all arguments have arrived, so
+        the filter removes the outer object, and `{"a": 1}` is appended. If the model has written no
+        arguments, `{}` is appended.
         """
-        stored_text = self._call.wrapper_filter.finish()  # "" if nothing is stored.
-        if self._call.wrapper_filter.is_unwrapped:
+        wrapper_filter = self._call.wrapper_filter
+        stored_text = wrapper_filter.finish()  # Without the outer object. "" if nothing is stored.
+        if wrapper_filter.is_unwrapped:  # `finish` has removed an outer object.
             self.add_deviation(_WRAPPED_ARGUMENTS)
         if stored_text:
             self._append_arguments(stored_text)
@@ -269,7 +283,7 @@ class CallWriter:
         self._append_end()
 
     def _append_or_discard_broken_call(self, arguments: str) -> None:
-        """Handle a tool call whose arguments are no JSON object and cannot be repaired: `[1]`.
+        """Append or discard a tool call with invalid arguments that cannot be repaired: `[1]`.
 
         The policy REPAIR_OR_DROP discards the tool call, so no event is appended. With any other
         policy, the events contain the `arguments` as the model wrote them.
@@ -359,9 +373,10 @@ class CallWriter:
         self.last_index = 0 if self._has_events_of_open_call() else -1
 
     def forbid_cuts_in_prompt(self) -> None:
-        """Let `cut_arguments_at` remove nothing if a tool call is open at the end of the prompt.
+        """Forbid `cut_arguments_at` to remove text if a tool call is open at the end of the prompt.
 
-        Removed text may become content, but the stored arguments contain text of the prompt.
+        The parser reads removed text again, and may return the text as content. But the stored
+        arguments of this tool call contain text of the prompt, which must not be returned.
         """
         if self.is_open:
             self._num_cuts_left = 0

@@ -124,13 +124,13 @@ class BetweenCallsReader:
         if expected is None:
             return State.CONTENT
         # A marker that ends the message, such as `[/assistant]`, may start like a tool call.
-        marker_start, marker = self._content_markers.find(self._buffer)
-        if marker_start > self._buffer.pos:  # The unread text does not start with a marker.
-            return self._call_reader.expect(expected)
-        if not marker:  # Only a part of the marker has arrived.
+        text_end, marker = self._content_markers.find(self._buffer)
+        is_at_marker = text_end == self._buffer.pos
+        if is_at_marker and not marker:  # Only a part of a marker has arrived.
             return None
-        ends_message = self._content_markers.kinds[marker] is MarkerKind.END
-        return State.CONTENT if ends_message else self._call_reader.expect(expected)
+        if is_at_marker and self._content_markers.kinds[marker] is MarkerKind.END:
+            return State.CONTENT
+        return self._call_reader.expect(expected)
 
     def _end_section(self, close: str) -> State:
         """Read `close`, the marker after all tool calls, such as `</calls>`. Return the next state.
@@ -150,14 +150,13 @@ class BetweenCallsReader:
 
         The opening marker is pending text, and the closing marker `close` is unread:
 
-            `<|calls|><|calls_end|>`   Both markers are removed, because ordinary text contains no
-                                       special tokens.
             `<calls></calls>`          Both markers are written as content.
-
-        If the policy requires that tool calls come first, special tokens are content, too, because
-        this policy removes only tool calls from the output.
+            `<|calls|><|calls_end|>`   Both markers are removed, because ordinary text contains no
+                                       special tokens. With the policy CALLS_FIRST, both markers are
+                                       content, because only tool calls are removed from the output.
         """
-        if is_special_token(close) and not self._calls_must_come_first:
+        may_remove_tokens = not self._calls_must_come_first
+        if may_remove_tokens and is_special_token(close):
             self._text_writer.drop_pending()
             self._text_writer.drop_markup(self._buffer.take(len(close)))
             return State.CONTENT

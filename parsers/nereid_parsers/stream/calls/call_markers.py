@@ -1,4 +1,4 @@
-"""Matches the markers after a tool call, such as `</tool_call>`, `</tool_calls>` and `, `."""
+"""Matches the markers between and after tool calls: `</tool_call>`, `</tool_calls>` and `, `."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
+    NO_MATCH,
+    Mismatch,
     looks_like_markup,
     match_marker,
     skip_superfluous,
@@ -17,7 +19,7 @@ from nereid_parsers.tool_declarations import ToolSection
 
 
 class NoMarker(Enum):
-    """The result of a search for a marker, if the unread text starts with no complete marker.
+    """Describes unread text that does not start with a complete marker.
 
     INCOMPLETE  The unread text may be the start of a marker, such as `</tool_c`.
     CUT_OFF     The message has ended inside a marker, such as `</tool_c`. The caller removes this
@@ -43,7 +45,7 @@ class ClosingMarker(NamedTuple):
 
 
 def match_closing_marker(markers: tuple[str, ...], buffer: TextBuffer) -> ClosingMarker | NoMarker:
-    """Find out with which of the `markers` that close a tool call the unread text starts.
+    """Match the closing markers of a tool call with the start of the unread text.
 
     The unread text follows the arguments of the tool call, or an earlier closing marker. A model
     may omit some of the `markers`, but keeps their order. A model may also write too many closing
@@ -83,7 +85,7 @@ def _match_first_marker(
 
 
 def _kind_of_incomplete_marker(buffer: TextBuffer, start: int) -> NoMarker:
-    """Classify the text at `start`, which is empty or the start of a marker, such as `</ca`.
+    """Classify the text from `start` on. It is a part of a marker, such as `</ca`, or is empty.
 
     Before the end of the message, the result is INCOMPLETE, because the rest may still arrive. At
     the end of the message, the result is CUT_OFF, or OTHER_TEXT if the text is empty.
@@ -92,6 +94,24 @@ def _kind_of_incomplete_marker(buffer: TextBuffer, start: int) -> NoMarker:
         return NoMarker.INCOMPLETE
     has_marker_started = start < len(buffer.text)
     return NoMarker.CUT_OFF if has_marker_started else NoMarker.OTHER_TEXT
+
+
+def longest_marker_at_start(text: str, markers: list[str], *, is_final: bool) -> str | Mismatch:
+    """Return the longest marker with which `text` starts. Return NO_MATCH if there is none.
+
+    Return NEED_MORE if more text may follow (`is_final` is false), and could complete a longer
+    marker. Examples for the markers `<a>` and `<a><b>`:
+
+        text     result
+        `<a>x`   `<a>`
+        `<a><`   NEED_MORE, because the marker `<a><b>` may follow
+        `x`      NO_MATCH
+    """
+    may_become_longer = any(len(text) < len(each) and each.startswith(text) for each in markers)
+    if may_become_longer and not is_final:
+        return NEED_MORE
+    found = [marker for marker in markers if text.startswith(marker)]
+    return max(found, key=len) if found else NO_MATCH
 
 
 class CallSection:
@@ -128,13 +148,13 @@ class CallSection:
                           otherwise OTHER_TEXT
             `Hi`          OTHER_TEXT
         """
-        # At the end of the message `<calls></ca`, the text `</ca` is content.
-        accepts_incomplete = follows_call or not buffer.is_final
+        # If the message `<calls></ca` ends here, `</ca` is content, like any other text.
+        is_incomplete_content = buffer.is_final and not follows_call
         for close in self.closes:  # The format's alternative markers, in the order of precedence.
             end = match_marker(close, buffer.text, buffer.pos)
             if isinstance(end, int):
                 return end
-            if end is NEED_MORE and accepts_incomplete:
+            if end is NEED_MORE and not is_incomplete_content:
                 return _kind_of_incomplete_marker(buffer, buffer.pos)
         return NoMarker.OTHER_TEXT
 

@@ -8,6 +8,7 @@ from nereid_parsers.stream.calls.call_markers import (
     CallSection,
     ClosingMarker,
     NoMarker,
+    longest_marker_at_start,
     match_closing_marker,
 )
 from nereid_parsers.stream.calls.expected_call import CallStarts, ExpectedCall, MatchedCall
@@ -186,7 +187,7 @@ class CallReader:
         return self._state_of_content()
 
     def _forget_supposed_call(self) -> None:
-        """Delete what has been stored for a supposed tool call whose text is content.
+        """Reset the state of the reader, because the text of a supposed tool call is content.
 
         The descriptions of the deviations are deleted. If no tool call has started in this message,
         a marker before the text, such as `<tool_calls>`, is also content, so no section is open.
@@ -245,7 +246,7 @@ class CallReader:
         match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
-        if match is NEED_MORE:  # Never at the end of the message.
+        if match is NEED_MORE:  # At the end of the message, the result is NO_MATCH instead.
             return None
         next_opening = self._find_next_opening()
         if isinstance(next_opening, str):
@@ -267,8 +268,7 @@ class CallReader:
     def _find_next_opening(self) -> str | Mismatch:
         """Return the opening marker that directly follows an opening marker without a tool call.
 
-        The first of the two markers may already have been read. White space between the two markers
-        is skipped. Examples for the marker `<call>`:
+        White space between the two markers is skipped. Examples for the marker `<call>`:
 
             unread text      result
             `<call><call>`   `<call>`
@@ -277,17 +277,21 @@ class CallReader:
         """
         buffer = self._buffer
         kinds = self._format.calls.kinds
-        unread_opening = self._expected.unread_opening  # "" if the first marker has been read.
-        if unread_opening and kinds.get(unread_opening) is not MarkerKind.OPEN_CALL:
+        first_opening = self._expected.unread_opening  # "" if the first marker has been read.
+        # A tool call without a marker starts with `{` or `<function=`, which models do not repeat.
+        is_marker = not first_opening or kinds.get(first_opening) is MarkerKind.OPEN_CALL
+        if not is_marker:
             return NO_MATCH
-        start = self._position_after_opening()
-        num_chars_before = len(self._text_writer.pending_text) + start - buffer.pos
+        next_start = self._position_after_opening()
         # Without this limit, the search and the stored text would grow with each repeated marker.
+        # The earlier markers are pending text. Only the last of them may be unread.
+        num_unread_chars = next_start - buffer.pos
+        num_chars_before = len(self._text_writer.pending_text) + num_unread_chars
         if num_chars_before > MAX_HEAD_CHARS:
             return NO_MATCH
-        rest = buffer.text[start : start + MAX_HEAD_CHARS]
+        next_text = buffer.text[next_start : next_start + MAX_HEAD_CHARS]
         openings = [marker for marker, kind in kinds.items() if kind in _OPENING_KINDS]
-        return _longest_marker_at_start(rest, openings, is_final=buffer.is_final)
+        return longest_marker_at_start(next_text, openings, is_final=buffer.is_final)
 
     def _position_after_opening(self) -> int:
         """Return the position after the unread opening marker and the white space after it."""
@@ -298,11 +302,16 @@ class CallReader:
         """Store an opening marker that the model has repeated, and expect the next tool call.
 
         The stored marker is removed from the output if a tool call follows `next_opening`, the
-        unread marker after it. Otherwise, both markers are content.
+        unread marker after it. Otherwise, both markers are content. Examples for the unread text:
+
+            `<call><call>`   The first `<call>` is stored, and the second `<call>` stays unread.
+            `<call>`         Nothing is stored, because the marker before this text, such as
+                             `<calls>`, has already been stored.
         """
         next_start = self._position_after_opening()
         if next_start > self._buffer.pos:
             self._text_writer.store_pending(self._buffer.take_until(next_start))
+        # No text is pending if a complete tool call, instead of a marker, precedes `next_opening`.
         if self._text_writer.pending_text:
             self._call_writer.add_deviation(_REPEATED_MARKER)
         if self._format.calls.kinds[next_opening] is MarkerKind.OPEN_SECTION:
@@ -320,29 +329,22 @@ class CallReader:
         )
 
     def _read_head(self, match: MatchedCall) -> State:
-        """Read the matched start of a tool call, and create the reader for its arguments.
+        """Read the matched start of a tool call, and create the reader for its body.
 
-        Example: in `<call>f{"a": 1}`, the text `<call>f` is read, up to `match.head.end`. It is
-        stored as pending text, which is removed from the output when the tool call starts.
+        Example: in `<call>f{"a": 1}`, the start `<call>f` is read. The TextWriter stores the start
+        as pending text, because the body reader decides whether the text is a tool call. The body
+        `{"a": 1}` stays unread, and the next state is CALL_BODY.
 
-        Return CALL_BODY, or the state after the header if the header already ends the tool call or
-        shows that it is content, for example because the request does not offer the function.
+        If no text follows the start yet, the body reader may still start or reject the tool call,
+        for example because the request does not offer `f`. Return the state that results.
         """
         if match.variant.lacks_opening_marker:  # Such as `<function=f>` without `<tool_call>`.
             self._call_writer.add_deviation(_MISSING_MARKER)
         self._text_writer.store_pending(self._buffer.take_until(match.head.end))
         self._begin_body(match)
-        if not self._buffer.has_unread():
-            return self._read_empty_body()
-        return State.CALL_BODY
-
-    def _read_empty_body(self) -> State:
-        """Let the body reader decide about a header that no text follows yet, such as `<call>f`.
-
-        The parser calls `read_body` only if there is unread text. Some body readers start or reject
-        a tool call without any text after the header, so `read_body` is called here. Return the
-        next state, which is CALL_BODY if the body reader needs more text.
-        """
+        if self._buffer.has_unread():
+            return State.CALL_BODY
+        # In the state CALL_BODY, the parser calls `read_body` only if there is unread text.
         next_state = self.read_body()
         return State.CALL_BODY if next_state is None else next_state
 
@@ -428,7 +430,7 @@ class CallReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
-        match match_closing_marker(self._closing_markers, buffer):
+        match match_closing_marker(self._closing_markers, buffer):  # Skips a bracket: `}</call>`.
             case ClosingMarker(end, later_markers):
                 self._text_writer.drop_markup(buffer.take_until(end))
                 self._closing_markers = later_markers
@@ -438,7 +440,7 @@ class CallReader:
             case NoMarker.CUT_OFF:
                 return self.drop_incomplete_marker()
             case NoMarker.OTHER_TEXT:
-                return self._select_state_without_marker()
+                return self._start_second_object_or_leave()
 
     def drop_incomplete_marker(self) -> State:
         """Remove the unread text, which is an incomplete marker such as `</tool_c`.
@@ -448,18 +450,17 @@ class CallReader:
         self._text_writer.drop_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
-    def _select_state_without_marker(self) -> State:
-        """Decide how to read text that follows a tool call instead of a closing marker.
+    def _start_second_object_or_leave(self) -> State:
+        """If a second JSON object follows, as in `<call>{..}{..}</call>`, start its tool call.
 
-        If the text is a second JSON object, as in `<call>{..}{..}</call>`, start another tool call,
-        and return the state in which the second object is read. For any other text, the next state
-        is BETWEEN_CALLS.
+        The text follows the first tool call instead of a closing marker. Return the state in which
+        the second object is read. For any other text, return BETWEEN_CALLS.
         """
         is_second_object = self._call.variant.may_repeat_object and self._buffer.starts_with("{")
         if not is_second_object:
             return State.BETWEEN_CALLS
-        # No marker directly precedes the second object, so it may be ordinary text. It is treated
-        # as a tool call only if the request offers the function that it names.
+        # `is_confirmed=False`: no marker directly precedes the second object, so it may be ordinary
+        # text. It is a tool call only if it names a function that the request offers.
         head = Head(end=self._buffer.pos)  # An empty header, because the object starts here.
         return self._read_head(MatchedCall(self._call.variant, head, is_confirmed=False))
 
@@ -468,14 +469,16 @@ class CallReader:
     def finish_body(self) -> State:
         """End the current tool call, because the message has ended. Return the next state.
 
-        The first case that applies decides:
+        Examples of messages, in the order of the code:
 
-            `<call>{"a": "x}</call>`   A quote is missing. The tool call ends before `</call>`,
-                                       which is read next.
-            `<call>{"a": 1`            The tool call ends with incomplete arguments.
-            `<call>{"na`               No tool call has started. The text is removed, because it
-                                       contains a tag, and no client can use it.
-            `{"na`                     The text is written as content.
+            `f{"a": "x}</call>`   A quote is missing. The tool call ends before `</call>`, which is
+                                  read next.
+            `f{"a": 1`            The tool call ends with incomplete arguments.
+            `<call>{"na`          No tool call has started. The text is removed, because no client
+                                  can use an incomplete tool call with a tag.
+            `<call>{"x</call>`    No tool call has started, but the text is not cut off, because the
+                                  closing marker has arrived. The text is content.
+            `{"na`                The text contains no tag. It is content.
         """
         has_ended_at_marker = self._call.end_at_marker_in_arguments()
         if has_ended_at_marker:
@@ -483,29 +486,11 @@ class CallReader:
         has_ended = self._call.finish()
         if has_ended:
             return State.CONTENT
-        is_start_cut_off = self._call.is_start_cut_off(self.section.closes)
-        if is_start_cut_off and self.has_tag_in_unwritten_text():
+        is_cut_off = self._call.is_start_cut_off(section_closes=self.section.closes)
+        if is_cut_off and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         return self.treat_as_content(_NO_CALL)
 
     def finish_broken(self) -> None:
         """At the end of the message, end an open tool call whose arguments are not valid JSON."""
         self._call.finish_broken()
-
-
-def _longest_marker_at_start(text: str, markers: list[str], *, is_final: bool) -> str | Mismatch:
-    """Return the longest marker with which `text` starts. Return NO_MATCH if there is none.
-
-    Return NEED_MORE if more text may follow (`is_final` is false), and could complete a longer
-    marker. Examples for the markers `<a>` and `<a><b>`:
-
-        text     result
-        `<a>x`   `<a>`
-        `<a><`   NEED_MORE, because the marker `<a><b>` may follow
-        `x`      NO_MATCH
-    """
-    may_become_longer = any(len(text) < len(each) and each.startswith(text) for each in markers)
-    if may_become_longer and not is_final:
-        return NEED_MORE
-    found = [marker for marker in markers if text.startswith(marker)]
-    return max(found, key=len) if found else NO_MATCH

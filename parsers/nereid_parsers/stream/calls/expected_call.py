@@ -70,8 +70,8 @@ class ExpectedCall:
             if isinstance(match, Head):
                 # If the model has omitted the declared marker of a tool call, only the name of an
                 # offered function shows that the text is a tool call.
-                needs_offered_name = variant.lacks_opening_marker and tools.is_known
-                if not needs_offered_name or match.name in tools:
+                is_offered = match.name in tools or not tools.is_known
+                if is_offered or not variant.lacks_opening_marker:
                     return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
 
@@ -88,7 +88,8 @@ class ExpectedCall:
         The caller removes an incomplete start from the output.
         """
         variants = [v for v in self.variants if includes_unmarked or not v.is_unmarked]
-        # `is_final=False` tests whether more text could have completed the start of a tool call.
+        # With `is_final=False`, the result NEED_MORE shows that more text could complete the start
+        # of a tool call.
         return any(
             variant.match(buffer.text, buffer.pos, is_final=False) is NEED_MORE
             for variant in variants
@@ -149,6 +150,10 @@ class CallStarts:
 
         Example: `{` may start the tool call `{"name": "f", "arguments": {}}`. Return None if
         `opening` is content. `has_content` is true if content precedes `opening`.
+
+        At the start of the output, `opening` may always start a tool call. After content or another
+        tool call, `opening` is usually content, as `{` in `The set {1, 2}`, so more conditions
+        apply: see `_may_follow_content_or_call`.
         """
         has_calls = self._call_writer.num_started > 0
         is_output_start = not has_content and not has_calls
@@ -180,7 +185,8 @@ class CallStarts:
         may_be_call = any(buffer.starts_with(text) for text in call_starts)
         if not may_be_call:
             return None
-        # If no tool call starts, this character becomes content, and the parser reads on after it.
+        # If the text turns out to be content, only its first character is written as content. The
+        # parser then reads the following characters, which may contain a marker.
         first_char = buffer.text[buffer.pos]
         # No marker confirms the tool call, so it must name a function that the request offers.
         return ExpectedCall(variants, unread_opening=first_char, is_confirmed=False)

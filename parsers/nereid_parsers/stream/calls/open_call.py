@@ -81,7 +81,7 @@ class OpenCall:
         """
         buffer = self._buffer
         self._body_reader.is_final = buffer.is_final
-        was_call_open = self._call_writer.is_open
+        was_call_open = self._call_writer.is_open  # The body reader may end this tool call.
         part_start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, part_start)
         self._pass_to_text_writer(part_start, was_call_open)
@@ -96,9 +96,11 @@ class OpenCall:
             `{"name": "f", "arguments": {`   text of a tool call, which has started and is open
             `}}`                             text of a tool call, which has ended
             `{"na`                           pending text, because no tool call has started
+            `}}, {"na`                       text of a tool call up to `}}`, then pending text
 
         The part starts at `part_start`, and ends at the position of the buffer. `was_call_open` is
-        true if a tool call was open before the part.
+        true if a tool call was open before the part. If so, and if no tool call is open now, the
+        tool call has ended in the part.
         """
         part = self._buffer.text[part_start : self._buffer.pos]
         if self._call_writer.is_open:
@@ -113,35 +115,37 @@ class OpenCall:
     def _call_end_in_part(self, was_call_open: bool) -> int | None:
         """Return the position at which a tool call has ended in the part that was just read.
 
-        `was_call_open` is true if a tool call was open before the part. No tool call is open after
-        the part. Examples:
+        Return None if no tool call has ended there. The caller has checked that no tool call is
+        open after the part. `was_call_open` is true if a tool call was open before the part, so
+        that it must have ended inside the part. Examples:
 
             part                               result
-            ` 1}}, {"na`                       the position after `}}`, where the first member of a
-                                               list of tool calls has ended
+            ` 1}}, {"na`                       the position after `}}`, where a member of a list of
+                                               tool calls has ended. The next member has not started
+                                               a tool call yet, because its name is incomplete.
             ` 1}}`                             the end of the part, where the open call has ended
             `{"name": "f", "arguments": {}}`   the end of the part, which is a whole tool call
-            `{"na`                             None, because no tool call has started
+            `{"na`                             None
         """
         end_of_list_member = self._body_reader.last_call_end
         if end_of_list_member is not None:
             return end_of_list_member
-        # If a whole call starts and ends inside the part, `was_call_open` is false.
-        contains_whole_call = self._body_reader.status is DONE
+        contains_whole_call = not was_call_open and self._body_reader.status is DONE
         has_call_ended = was_call_open or contains_whole_call
         return self._buffer.pos if has_call_ended else None
 
     def _split_part_at(self, call_end: int, part_start: int) -> None:
-        """Pass the text before `call_end` as text of a tool call, and the text after it as pending.
+        """Pass a part of the body, in which a tool call ends at `call_end`, to the TextWriter.
 
-        The part starts at `part_start`, and ends at the position of the buffer. In a list of tool
-        calls, text may follow the ended tool call. This text becomes pending text, because it is
-        not certain that another tool call follows. Example: in the part ` 1}}, {"na`, ` 1}}` is
-        text of the tool call, and `, {"na` is pending text.
+        The part starts at `part_start`, and ends at the position of the buffer. Example: the part
+        ` 1}}, {"na` of a list of tool calls is split after `}}`:
+
+            ` 1}}`     is text of the ended tool call, so the content does not contain this text.
+            `, {"na`   becomes pending text, because the next member may turn out to be content.
         """
         text, part_end = self._buffer.text, self._buffer.pos
         self._text_writer.drop_call_text(text[part_start:call_end])
-        self._text_writer.end_traced_call()
+        self._text_writer.end_traced_call()  # The trace function receives the text of the call.
         if call_end < part_end:
             self._text_writer.store_pending(text[call_end:part_end])
 
@@ -216,15 +220,15 @@ class OpenCall:
     def read_invalid_rest(self) -> bool:
         """Read the rest of a tool call that is not valid, up to the next marker.
 
-        The rest starts at the first character that is not valid. If the arguments were incomplete
-        at this character, the rest is appended to the arguments. Otherwise, the rest is removed.
-        The marker stays unread. Examples:
+        The rest starts at the first character that is not valid. Examples:
 
             text of the tool call                     rest   effect on the rest
             `{"a": [1}</call>`                        `}`    appended to the arguments `{"a": [1`
-            `{"name": "f", "arguments": {}]</call>`   `]`    removed, because `{}` is complete
+            `{"name": "f", "arguments": {}]</call>`   `]`    removed, because the reader already
+                                                             has all arguments: `{}`
 
-        Return whether a marker was found. If so, the tool call has ended.
+        At the marker, the tool call ends, and the result is True. The marker stays unread. If no
+        marker has arrived, the tool call stays open, and the result is False.
         """
         rest_end, marker = self.variant.end_of_invalid_arguments.find(self._buffer)
         if rest_end > self._buffer.pos:
@@ -251,9 +255,10 @@ class OpenCall:
             `[{"name": "f", "arguments": {}},`   True. The pending text `,` is removed.
             `{"na`                               False, because no tool call has started.
         """
-        # The body reader ends an open tool call, and sets `status` to DONE. The status is also DONE
-        # if the body is a list of tool calls that lacks only its closing bracket.
+        # The body reader ends an open tool call. Afterwards, its status is DONE or BROKEN. DONE
+        # means that it has ended a tool call, now or earlier, as in the first two examples.
         self._body_reader.finish()
+        # If all tool calls have ended in the prompt, the output contains none.
         has_started_calls = self._call_writer.num_started > 0
         has_ended = has_started_calls and self._body_reader.status is DONE
         if has_ended:

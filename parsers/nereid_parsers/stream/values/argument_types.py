@@ -125,7 +125,7 @@ class _TypeFinder:
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        """Create a finder for schemas whose definitions `root` contains."""
+        """Create a finder. `root` contains the definitions to which the schemas refer."""
         self._root = root
         # The types of the references that have been looked up. The keys are the references.
         self._known_types: dict[str, frozenset[str] | None] = {}

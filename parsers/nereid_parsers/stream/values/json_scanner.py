@@ -17,7 +17,7 @@ _MATCH_STRING_CHARS: dict[str, _Matcher] = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match,
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL).match,
 }
-# Matches the text up to the next bracket or quote inside an array or object.
+# Inside an array or object, matches numbers, words, commas, colons and white space.
 _match_chars_in_brackets: _Matcher = re.compile(r"[\s\w.,:+\-]*").match
 # Matches a number or a word such as `true`.
 _match_scalar: _Matcher = re.compile(r"[\w.+\-]*").match
@@ -103,29 +103,32 @@ class JsonScanner:
         return end + 1
 
     def _scan_in_brackets(self, text: str, pos: int) -> int:
-        """Scan up to the next quote or opening bracket, or over the next closing bracket.
+        """Inside an array or object, scan up to the next bracket or quote.
 
-        Return the position of the quote or opening bracket, or the position after the closing
-        bracket. If the text contains none of them, return its end. Examples, inside an array:
+        A closing bracket is read, too. A quote or an opening bracket stays unread, because `scan`
+        reads these characters. If there is no such character, return the end of the text. Examples
+        inside an array:
 
-            `1, [2]`   The result is the position of `[`.
-            `1] x`     The result is the position of ` x`. If no other bracket is open, the status
-                       becomes DONE.
-            `1} x`     The result is the position of `}`. The status becomes BROKEN, because this
-                       bracket does not close an array. The same applies to signs such as `<`.
+            `1, [2]`   Return the position of `[`.
+            `1] x`     Return the position of ` x`. If no other bracket is open, the status becomes
+                       DONE.
+            `1} x`     Return the position of `}`. The status becomes BROKEN, because `}` does not
+                       close an array.
+            `1 <x`     Return the position of `<`. The status becomes BROKEN, because `<` is not
+                       valid JSON.
         """
         match = _match_chars_in_brackets(text, pos)
         assert match is not None  # The regex also matches the empty text.
-        sign_pos = match.end()
-        if sign_pos == len(text) or text[sign_pos] in _OPENING_CHARS:
-            return sign_pos
-        if text[sign_pos] != self._closing_brackets[-1]:
+        end = match.end()
+        if end == len(text) or text[end] in _OPENING_CHARS:
+            return end
+        if text[end] != self._closing_brackets[-1]:
             self.status = BROKEN
-            return sign_pos
+            return end
         self._closing_brackets.pop()
         if not self._closing_brackets:
             self.status = DONE
-        return sign_pos + 1
+        return end + 1
 
     def _scan_scalar(self, text: str, pos: int) -> int:
         """Scan a value outside all brackets: a number or a word such as `true`. Return its end.

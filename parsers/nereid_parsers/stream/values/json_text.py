@@ -100,25 +100,22 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
 
     The model wrote the value between two tags, as in `<p=days>12</p>`. Examples:
 
-        value    allowed types   result
-        `"x"`    string          True, because the quotes belong to the string: `"\"x\""`
-        `12`     not known       False
-        `12`     number          False, because each integer is a number
-        `12`     string          True
-        `12`     array           True, because the model may have meant the text "12"
+        value    allowed types         result
+        `"x"`    not known, or string  True, because models write strings between tags without
+                                       quotes, so these quotes belong to the string: `"\"x\""`
+        `"x"`    number                False
+        `12`     not known, or number  False, because `12` already has an allowed type
+        `12`     string                True
+        `12`     array                 True, see `_may_be_ordinary_text`
 
     `json_type` is the JSON type of the value, for example "integer".
     """
+    allows_string = types is None or "string" in types
     if json_type == "string":
-        # The model writes strings between tags without quotes. If the value has quotes, the quotes
-        # are therefore characters of the string, unless the schema forbids a string.
-        return types is None or "string" in types
+        return allows_string
     if types is None or _fits(json_type, types):
         return False
-    if "string" in types:
-        return True
-    # Neither the value nor a string has one of the allowed types.
-    return _may_be_ordinary_text(json_type, types)
+    return allows_string or _may_be_ordinary_text(json_type, types)
 
 
 def _fits(json_type: str, types: frozenset[str]) -> bool:
@@ -135,7 +132,8 @@ def _may_be_ordinary_text(json_type: str, types: frozenset[str]) -> bool:
         value                  allowed types   result
         `null`, `[1]`, `{}`    integer         False, because ordinary text rarely has this form
         `1.5`                  integer         False, because the model probably meant a number
-        `1.5`, `12`, `true`    array           True
+        `true`                 integer         True
+        `1.5`, `12`, `true`    array           True, because the model did not write an array
     """
     if json_type in ("null", "array", "object"):
         return False

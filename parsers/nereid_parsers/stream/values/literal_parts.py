@@ -107,7 +107,7 @@ class KeyOrItem:
 
     @classmethod
     def from_string(cls, json_text: str) -> KeyOrItem:
-        """Create a key or item from a string in quotes, such as `'a'`, whose JSON text is given."""
+        """Create a key or item from a string in quotes: `'a'` has the JSON text `"a"`."""
         return cls(key_json=json_text, item_json=json_text)
 
     @classmethod

@@ -56,12 +56,14 @@ def _elements_to_json(
 
     Return None if the text is something else, or if the types do not allow an array or object.
 
-        types        text               result
-        object       `<x>1</x>`         `{"x": 1}`
-        array        `<x>1</x>`         `[1]`
-        not known    `<item>1</item>`   `[1]`
-        array        (empty)            `[]`
-        not known    (empty)            None, because the empty text may be a string
+        text               types        result
+        (empty)            array        `[]`
+        (empty)            not known    None, because the empty text may be a string
+        `<x>1</x>`         string       None
+        `12`               object       None, because the text contains no elements
+        `<x>1</x>`         array        `[1]`
+        `<item>1</item>`   not known    `[1]`
+        `<x>1</x>`         object       `{"x": 1}`
 
     `types` are the JSON types that `schema` allows. `root` contains the definitions to which the
     references of `schema` point. `depth` is the number of enclosing elements.

@@ -16,7 +16,7 @@ from nereid_parsers.stream.values.literal_parts import (
     OpenString,
     StringRole,
 )
-from nereid_parsers.stream.values.python_strings import Dialect, StringPlace, StringReader
+from nereid_parsers.stream.values.python_strings import Dialect, StringContext, StringReader
 
 _match_word = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _match_unquoted_string = re.compile(r"""[^,\[\]{}"<>|]*""").match
@@ -61,8 +61,8 @@ class LiteralReader:
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
         self._expected = Expected.VALUE
         self._containers: list[Container] = []  # The open containers, outermost first.
-        # The key, such as `'a'`, whose colon has not arrived yet. Without a colon, it is the first
-        # item of a set, as in `{'a', 'b'}`.
+        # The last key, such as `'a'` in `{'a'`, until the next character has been read. A colon
+        # shows that it is a key. A comma shows that it is the first item of a set: `{'a', 'b'}`.
         self._key: KeyOrItem | None = None
         # The JSON types that the schema allows for the value after the last key, or None for all.
         self._value_types: frozenset[str] | None = None
@@ -92,18 +92,28 @@ class LiteralReader:
                     self._close_string(string)
             elif text[pos].isspace():
                 end = skip_whitespace(text, pos)
-            elif self._expected is Expected.COLON:  # The text is after a key.
-                end = self._read_after_key(text, pos)
-            elif self._expected is Expected.COMMA:  # The text is after a value.
-                end = self._read_comma_or_bracket(text, pos)
-            elif self._expected in _ITEMS_AND_KEYS and text[pos] == self._containers[-1].close:
-                end = self._close_container(pos)  # As in `[]` and `{'a': 1,}`.
             else:
-                end = self._read_value_or_key(text, pos, is_final)
+                end = self._read_token(text, pos, is_final)
             if end == pos:  # More text is required, or the text is not valid.
                 return pos
             pos = end
         return pos
+
+    def _read_token(self, text: str, pos: int, is_final: bool) -> int:
+        """Read one token outside a string: punctuation, a bracket, a quote or a word.
+
+        `_expected` decides which tokens are valid. Return the position after the token, or `pos` if
+        more text is required or if the text is not valid.
+        """
+        if self._expected is Expected.COLON:
+            return self._read_after_key(text, pos)
+        if self._expected is Expected.COMMA:
+            return self._read_comma_or_bracket(text, pos)
+        # A bracket may close the container instead of an item or key: `[]`, or `{'a': 1,}`.
+        may_close_container = self._expected in _ITEMS_AND_KEYS
+        if may_close_container and text[pos] == self._containers[-1].close:
+            return self._close_container(pos)
+        return self._read_value_or_key(text, pos, is_final)
 
     def closing_text(self) -> str:
         """Return the JSON text that completes an unfinished value, for example closing brackets.
@@ -113,12 +123,13 @@ class LiteralReader:
             `{"a": `        `null}`, where `null` replaces the missing value.
             `{"a": ["x`     `"]}`, where `"` closes the string.
             `{"a": 1, 'b`   `}`, because the incomplete key is omitted.
-            `{'a`           `{}`, because no brace has been written.
+            `{'a`           `{}`, because neither the key nor its brace has been written.
         """
         closing_brackets = "".join(container.json_close for container in reversed(self._containers))
-        is_brace_missing = bool(self._containers) and self._containers[-1].lacks_opening_brace
-        opening_brace = "{" if is_brace_missing else ""  # The first key has not been written.
-        return self._rest_of_value() + opening_brace + closing_brackets
+        is_before_first_key = bool(self._containers) and self._containers[-1].lacks_opening_brace
+        if is_before_first_key:
+            return "{" + closing_brackets
+        return self._rest_of_value() + closing_brackets
 
     def _rest_of_value(self) -> str:
         """Return the JSON text that completes an unfinished value or item, without brackets.
@@ -134,9 +145,9 @@ class LiteralReader:
         match self._string.role:
             case StringRole.KEY:
                 return ""
-            case StringRole.VALUE:
+            case StringRole.VALUE:  # The text of the string has already been written.
                 return '"'
-            case StringRole.CONVERTED_VALUE:
+            case StringRole.CONVERTED_VALUE:  # No text has been written, because "3" becomes 3.
                 return self._convert_string(self._string)
 
     def _reject(self, pos: int) -> int:
@@ -147,15 +158,16 @@ class LiteralReader:
     # ---- punctuation -----------------------------------------------------------------------------
 
     def _read_after_key(self, text: str, pos: int) -> int:
-        """Read the sign at `pos`, which follows a key. The sign shows what the braces enclose.
+        """Read the character after the key at the start of an object or set: `:`, `,` or `}`.
 
-        Examples for the text after `{'a'`:
+        The character shows whether the braces enclose an object or a set. Examples for the text
+        after `{'a'`:
 
             `: 1}`   The braces enclose an object. The colon is read, and `{"a": ` is written.
             `, 1}`   The braces enclose a set. The comma is read, and `["a"` is written.
             `1}`     The text is not valid. The status becomes BROKEN.
 
-        Return the position after the sign, or `pos` if the text is not valid.
+        Return the position after the character, or `pos` if the text is not valid.
         """
         key = self._key
         assert key is not None  # The key has been stored before the colon is expected.
@@ -163,7 +175,8 @@ class LiteralReader:
         if text[pos] == ":":
             self._write_key(key)
             return pos + 1
-        is_first_key = self._containers[-1].lacks_opening_brace  # The first key writes the brace.
+        # After `{'a': 1, 'b'`, the braces are known to enclose an object, so `,` is not valid.
+        is_first_key = self._containers[-1].lacks_opening_brace
         if is_first_key and text[pos] in ",}":
             self._start_set(key)
             return self._read_comma_or_bracket(text, pos)
@@ -303,8 +316,10 @@ class LiteralReader:
         match = _match_word(text, pos)
         assert match is not None  # The regex also matches the empty text.
         word = _complete_word(match, is_final)
-        if not isinstance(word, str):
-            return pos if word is NEED_MORE else self._reject(pos)
+        if word is NEED_MORE:
+            return pos
+        if word is NO_MATCH:
+            return self._reject(pos)
         self._key = KeyOrItem.from_word(word)
         self._expected = Expected.COLON
         return match.end()
@@ -321,8 +336,10 @@ class LiteralReader:
         match = match_word(text, pos)
         assert match is not None  # Both regexes also match the empty text.
         word = _complete_word(match, is_final)
-        if not isinstance(word, str):
-            return pos if word is NEED_MORE else self._reject(pos)
+        if word is NEED_MORE:
+            return pos
+        if word is NO_MATCH:
+            return self._reject(pos)
         self._write_comma_before_item()
         self._json_parts.append(to_json(without_leading_zeros(word), types=None))
         self._expected = Expected.COMMA
@@ -334,7 +351,8 @@ class LiteralReader:
         """Read the opening quote of a string at `pos`. Return the position after the quote.
 
         Examples: for the value in `['a']`, `"` is written. The key in `{'a': '1'}` is stored until
-        its colon arrives, so nothing is written yet.
+        its colon arrives, so nothing is written yet. The value `'1'` is stored, too, if the schema
+        requires a number, because `1` is written when the whole string has arrived.
         """
         role = self._role_of_next_string()
         stored_parts: list[str] = []
@@ -342,9 +360,9 @@ class LiteralReader:
             self._write_comma_before_item()
             self._json_parts.append('"')
             output = self._json_parts
-        else:  # A key or a converted value is written later.
+        else:  # A key, or a value that must be converted to a number.
             output = stored_parts
-        reader = StringReader(quote, self._dialect, self._place_of_next_string(), output)
+        reader = StringReader(quote, self._dialect, self._context_of_next_string(), output)
         self._string = OpenString(role, reader, stored_parts)
         # A colon must follow a key. A comma or a closing bracket must follow any other string.
         self._expected = Expected.COLON if role is StringRole.KEY else Expected.COMMA
@@ -362,14 +380,15 @@ class LiteralReader:
         must_be_converted = is_member_value and schema_forbids_string
         return StringRole.CONVERTED_VALUE if must_be_converted else StringRole.VALUE
 
-    def _place_of_next_string(self) -> StringPlace:
-        """Return the place of a string that starts now. The place determines where the string ends.
+    def _context_of_next_string(self) -> StringContext:
+        """Return whether a string that starts now is a key, an item or a whole argument.
 
-        A string outside all lists and objects is the whole value of an argument.
+        The result determines which text can follow the closing quote. A string outside all lists
+        and objects is a whole argument.
         """
         if self._expected in _KEYS:
-            return StringPlace.KEY
-        return StringPlace.ITEM if self._containers else StringPlace.ARGUMENT
+            return StringContext.KEY
+        return StringContext.ITEM if self._containers else StringContext.ARGUMENT
 
     def _close_string(self, string: OpenString) -> None:
         """Finish a string: write the rest of a value, or store a key until its colon is read.
@@ -396,11 +415,12 @@ class LiteralReader:
 
 
 def _complete_word(match: re.Match[str], is_final: bool) -> str | Mismatch:
-    """Return the matched word, or NEED_MORE if the word may be incomplete.
+    """Return the matched word without the white space after it, or NEED_MORE or NO_MATCH.
 
-    A word at the end of the text may be incomplete, because `Tru` may become `True`. If `is_final`
-    is true, no more text will arrive, so each word is complete. Return NO_MATCH if the word is
-    empty, or if it is incomplete and very long.
+    The result is NEED_MORE if the match ends at the end of the text, because `Tru` may become
+    `True`, and `New ` may become `New York`. If `is_final` is true, no more text will arrive, so
+    each word is complete. The result is NO_MATCH if the word is empty, or is incomplete and already
+    too long.
     """
     word = match.group()
     is_incomplete = match.end() == len(match.string) and not is_final

@@ -49,8 +49,8 @@ def escape_json(text: str) -> str:
     return quote_json(text)[1:-1]
 
 
-class StringPlace(Enum):
-    """The place of a string. The place determines which text can follow the closing quote.
+class StringContext(Enum):
+    """The context of a string, which determines the text that can follow the closing quote.
 
     KEY       The key of an object. In `{'a': 1}`, `:` follows.
     ITEM      An item of a list, or the value of an object's member. In `['x', 'y']`, `,` follows.
@@ -62,11 +62,11 @@ class StringPlace(Enum):
     ARGUMENT = "argument"
 
 
-# For each place, the function that matches the text after the closing quote.
-_MATCH_TEXT_AFTER: dict[StringPlace, _Matcher] = {
-    StringPlace.KEY: _match_after_key,
-    StringPlace.ITEM: _match_after_item,
-    StringPlace.ARGUMENT: _match_after_argument,
+# For each context, the function that matches the text after the closing quote.
+_MATCH_TEXT_AFTER: dict[StringContext, _Matcher] = {
+    StringContext.KEY: _match_after_key,
+    StringContext.ITEM: _match_after_item,
+    StringContext.ARGUMENT: _match_after_argument,
 }
 
 
@@ -124,10 +124,12 @@ class StringReader:
         "_find_end", "_match_text_after", "_may_occur_inside", "_output", "_quote", "is_closed",
     )  # fmt: skip
 
-    def __init__(self, quote: str, dialect: Dialect, place: StringPlace, output: list[str]) -> None:
+    def __init__(
+        self, quote: str, dialect: Dialect, context: StringContext, output: list[str]
+    ) -> None:
         """Create a reader for the string that `quote` has opened.
 
-        `dialect` contains the rules for strings in the model's output. `place` determines which
+        `dialect` contains the rules for strings in the model's output. `context` determines which
         text can follow the closing quote, for example `:` after a key. The JSON text of the string
         is appended to `output`, without quotes.
         """
@@ -135,7 +137,7 @@ class StringReader:
         self._quote = quote
         # Whether the quote may also occur inside the string without a backslash, as in `'it's'`.
         self._may_occur_inside = quote in dialect.quotes_allowed_inside
-        self._match_text_after = _MATCH_TEXT_AFTER[place]
+        self._match_text_after = _MATCH_TEXT_AFTER[context]
         # Finds the closing quote or an escape sequence, whichever comes first.
         has_escapes = quote in dialect.quotes_with_escapes
         self._find_end = _string_end_regex(quote, has_escapes).search
@@ -160,16 +162,16 @@ class StringReader:
             self._output.append(escape_json(text[pos:end]))
         if match is None:
             return end
-        # The match is the whole quote, a backslash, or an incomplete quote at the end of `text`.
-        # Example: the quote is `'''`, and `text` ends with `''`.
         matched_text = match.group()
         if matched_text == self._quote:
             return self._read_quote(text, end, is_final)
         if matched_text == "\\":
             return self._read_escape(text, end, is_final)
+        # The match is an incomplete quote at the end of `text`, such as `''` of `'''`.
+        incomplete_quote = matched_text
         if not is_final:
             return end  # More text may complete the quote.
-        self._output.append(escape_json(matched_text))
+        self._output.append(escape_json(incomplete_quote))
         return match.end()
 
     def _read_quote(self, text: str, pos: int, is_final: bool) -> int:
@@ -192,10 +194,10 @@ class StringReader:
             if text_after is None:  # The quote is a part of the string.
                 self._output.append(escape_json(self._quote))
                 return quote_end
-            # If the match ends at the end of the text, later characters may still show that the
-            # quote is a part of the string.
-            may_change = text_after.end() == len(text) and len(text) < max_end
-            if may_change and not is_final:
+            # After `'x',` at the end of the text, later characters may still show that the quote is
+            # a part of the string.
+            is_cut_off = text_after.end() == len(text) and len(text) < max_end
+            if is_cut_off and not is_final:
                 return pos
         self.is_closed = True
         return quote_end
@@ -244,11 +246,10 @@ class StringReader:
 
 @lru_cache(maxsize=64)
 def _string_end_regex(quote: str, has_escapes: bool) -> re.Pattern[str]:
-    """Return a regex that finds `quote`, even if the text ends inside the quote.
+    """Return a regex that finds `quote`, or a part of `quote` at the end of the text.
 
-    If `has_escapes` is true, the regex also finds a backslash.
-
-    Example: for the quote `<q>`, the regex finds `<q>` in `a<q>b`, and `<` in `a<`.
+    Example: for the quote `<q>`, the regex finds `<q>` in `a<q>b`, and `<` in `a<`. If
+    `has_escapes` is true, the regex also finds a backslash.
     """
     options = [re.escape(quote)]
     if has_escapes:

@@ -111,7 +111,9 @@ class WrapperFilter:
         self._stored_parts.append(text)
         if self._position is _Position.INSIDE_WRAPPER:
             return ""
-        stored_text = "".join(self._stored_parts)  # Short, because the first key is not complete.
+        # Both methods below remove the text that they return from `_stored_parts`. The stored text
+        # is short, because the first key is not complete.
+        stored_text = "".join(self._stored_parts)
         if self._position is _Position.BEFORE_BRACE:
             return self._filter_brace(stored_text)
         return self._filter_key(stored_text)
@@ -156,14 +158,14 @@ class WrapperFilter:
     def finish(self) -> str:
         """Return the stored text at the end of the arguments, without a superfluous outer object.
 
-        If the outer object is removed, `is_unwrapped` becomes True. Examples:
+        `add` has already returned the opening brace of the arguments, so the stored text and the
+        result start after this brace. Examples:
 
             stored text                 result
             `"arguments": {"a": 1}}`    `"a": 1}`, because the outer object is superfluous
             `"arguments": 1, "b": 2}`   the stored text, because the outer object has two members
 
-        The texts in the examples lack the opening brace of the arguments, because this brace has
-        already been written.
+        If the outer object is removed, `is_unwrapped` becomes True.
         """
         stored_text = "".join(self._stored_parts)
         if self._position is not _Position.INSIDE_WRAPPER:
@@ -176,7 +178,7 @@ class WrapperFilter:
 
 
 def _position_at_key(text: str) -> _Position:
-    """Return the position that `text`, which is all text after the opening brace, has reached.
+    """Return the position of a filter after it has received `text` after the opening brace.
 
     Examples: `"arg` gives IN_FIRST_KEY, because it may become the key `"arguments"`. `"arguments"`
     gives INSIDE_WRAPPER, and `"age` gives NO_WRAPPER.

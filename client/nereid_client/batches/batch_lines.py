@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,10 +301,25 @@ def _parse_object(line: bytes) -> dict[str, Any]:
             "invalid_json_line", f"The line is not valid UTF-8 at byte {error.start}."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise LineError("invalid_json_line", f"The line is not valid JSON: {error}.") from None
+        raise LineError("invalid_json_line", _describe_json_error(error)) from None
     if not isinstance(value, dict):
         raise LineError("invalid_json_line", "The line must be a JSON object.")
     return value
+
+
+def _describe_json_error(error: ValueError | RecursionError) -> str:
+    """Return the error message for a line that is not valid JSON.
+
+    Example: for the line {"a": }, the result is "The line is not valid JSON at column 7: Expecting
+    value."
+    """
+    if isinstance(error, RecursionError):
+        return "The JSON of the line is nested too deeply. Write a request with less nesting."
+    if isinstance(error, json.JSONDecodeError):
+        return f"The line is not valid JSON at column {error.colno}: {error.msg}."
+    # Python raises the only other error for a long integer. Its message names a Python function.
+    limit = sys.get_int_max_str_digits()
+    return f"The line has an integer with more than {limit} digits. Write a shorter number."
 
 
 def _body(body: object) -> bytes:

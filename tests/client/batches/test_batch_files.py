@@ -125,6 +125,21 @@ def test_millions_of_blank_lines_are_skipped_quickly(tmp_path):
     assert last_line == InputLine(10_000_002, b"  b\n")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": }', "The line is not valid JSON at column 7: Expecting value."),
+        (b"[" * 100_000, "The JSON of the line is nested too deeply."),
+        (b'{"a": ' + b"9" * 5000 + b"}", "The line has an integer with more than 4300 digits."),
+        (b'{"a": "\xff"}', "The line is not valid UTF-8 at byte 7."),
+    ],
+)
+def test_the_error_for_a_line_that_is_not_json_names_no_python_function(content, message):
+    with pytest.raises(LineError) as error:
+        LineParser("/v1/completions", 10**6).parse(InputLine(1, content))
+    assert str(error.value).startswith(message)
+
+
 @given(st.binary(max_size=200) | st.from_type(object).map(lambda value: repr(value).encode()))
 @settings(max_examples=80, deadline=None)
 def test_any_line_is_a_request_or_a_line_error(line):

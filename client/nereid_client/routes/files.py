@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 from starlette.requests import ClientDisconnect
+from starlette.responses import MalformedRangeHeader, RangeNotSatisfiable
 
 from nereid_client.batches.lifespan import Batches, batches_of
 from nereid_client.batches.multipart import FormReader
@@ -65,7 +66,7 @@ async def file_content(request: Request, file_id: str) -> Response:
     """Return the bytes of a file."""
     file = await find_file(request, file_id, "file_id")
     path = batches_of(request).store.files.content(file.id)
-    return FileResponse(path, media_type="application/octet-stream")
+    return _FileContent(path, media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}", summary="Delete a file")
@@ -92,6 +93,28 @@ async def find_file(request: Request, file_id: str, param: str) -> StoredFile:
             code="file_not_found",
         )
     return file
+
+
+class _FileContent(FileResponse):
+    """A response with the bytes of a file, whose errors have the format of OpenAI's API."""
+
+    @classmethod
+    def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:
+        """Return the ranges in the header Range.
+
+        Raises: ApiError 400 if the header is invalid, 416 if no range is inside the file.
+        """
+        problem = (
+            f"The header Range is {shown(http_range)}, which selects no part of this file of "
+            f"{file_size} bytes. Send a header such as Range: bytes=0-99, or leave Range out"
+        )
+        try:
+            return super()._parse_range_header(http_range, file_size)
+        except MalformedRangeHeader:
+            raise ApiError(400, problem) from None
+        except RangeNotSatisfiable:
+            headers = {"Content-Range": f"bytes */{file_size}"}
+            raise ApiError(416, problem, headers=headers) from None
 
 
 async def _receive(request: Request, form: FormReader) -> None:

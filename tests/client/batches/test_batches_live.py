@@ -233,6 +233,29 @@ def test_a_deleted_file_is_gone_but_its_batch_continues(client, tmp_path):
     assert finished(client, batch).request_counts.completed == 2
 
 
+@pytest.mark.parametrize(
+    ("ranges", "status", "content_range"),
+    [
+        ("bytes=2-3", 206, "bytes 2-3/10"),
+        ("bytes=10-", 416, "bytes */10"),
+        ("lines=1-2", 400, None),
+        ("bytes=3-1", 400, None),
+    ],
+)
+def test_a_range_of_a_file_is_sent_or_refused_in_the_format_of_the_api(
+    client, ranges, status, content_range
+):
+    file = client.files.create(file=b"0123456789", purpose="batch")
+    url = f"{client.base_url}files/{file.id}/content"
+    response = httpx.get(url, headers={"Range": ranges})
+    assert response.status_code == status
+    assert response.headers.get("Content-Range") == content_range
+    if status == 206:
+        assert response.content == b"23"
+    else:
+        assert ranges in response.json()["error"]["message"]
+
+
 def test_files_expire(client, served):
     _, _, folder = served
     hour = {"anchor": "created_at", "seconds": 3600}

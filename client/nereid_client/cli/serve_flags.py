@@ -182,7 +182,8 @@ def _add_process_flags(server: "argparse._ArgumentGroup") -> None:
         type=Path,
         metavar="PATH",
         help="The file for the log of all servers. - is the standard output. The default is "
-        "~/.local/state/nereid/serve-PORT.log.",
+        "~/.local/state/nereid/serve-PORT.log. The log of the earlier server is renamed to "
+        "PATH.old.",
     )
     server.add_argument("tritonserver_args", nargs="*", metavar="-- ARGS", help=argparse.SUPPRESS)
 

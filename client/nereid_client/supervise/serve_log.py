@@ -41,8 +41,8 @@ def _open_file(path: Path) -> IO[str]:
     """Open a log file for writing. Create its folder if necessary."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The mode "w" deletes the lines of earlier servers. `_open_in_append_mode` adds the flag
-        # O_APPEND, which the mode "w" does not include.
+        _keep_earlier_log(path)
+        # `_open_in_append_mode` adds the flag O_APPEND, which the mode "w" does not include.
         return open(path, "w", buffering=1, encoding="utf-8", opener=_open_in_append_mode)
     except OSError as error:
         example = Path(tempfile.gettempdir()) / "nereid.log"
@@ -50,6 +50,17 @@ def _open_file(path: Path) -> IO[str]:
             f"--log-file: the file {path} cannot be written ({error.strerror}). Give another one, "
             f"such as {example}."
         ) from None
+
+
+def _keep_earlier_log(path: Path) -> None:
+    """Rename the log of the earlier server. Example: serve.log becomes serve.log.old.
+
+    systemd and Docker restart a server that has failed at once, and the reason of the failure is in
+    the log of the earlier server. If the log cannot be renamed, it is overwritten.
+    """
+    if path.is_file() and not path.is_symlink():  # not a device or a pipe
+        with contextlib.suppress(OSError):
+            path.rename(path.with_name(f"{path.name}.old"))
 
 
 def _open_in_append_mode(path: str, flags: int) -> int:

@@ -119,7 +119,7 @@ def test_an_empty_list_returns_no_vectors_offline_and_is_an_error_in_a_request(f
         engine_of(folder).add("a", [])
 
 
-@pytest.mark.parametrize("dimensions", [0, -1, 49, 10**9, True, 8.0])
+@pytest.mark.parametrize("dimensions", [0, -1, 49, 10**9, 10**400, True, 8.0])
 def test_dimensions_larger_than_those_of_the_model_are_refused(dimensions, embedder):
     with pytest.raises(RequestError, match="dimensions: the value must be an integer from 1 to 48"):
         embedder.encode("w1", dimensions=dimensions)

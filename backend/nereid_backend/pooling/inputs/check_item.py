@@ -137,7 +137,7 @@ class ItemChecker:
         if not is_integer or not 1 <= dimensions <= largest:
             raise RequestError(
                 f"dimensions: the value must be an integer from 1 to {largest}, but the request "
-                f"has {dimensions!r}."
+                f"has {repr(dimensions)[:80]}."
             )
 
     def _check_prompt_fields(self, item: PoolingItem) -> None:

@@ -28,7 +28,6 @@ RERANK_OPTIONS: Mapping[str, type] = {
     "instruction": str,
     "truncate": bool,
 }
-_MAX_INTEGER = 2**31 - 1
 # Parsing more JSON text would delay other requests, and parsed lists need much more memory than
 # their text. Only a prompt or an instruction can be long.
 _MAX_OPTIONS_CHARS = 2**20
@@ -84,11 +83,6 @@ def _check_option(name: str, value: Any, known: Mapping[str, type]) -> None:  # 
         raise RequestError(
             f"{name}: the value must be {_TYPE_NAMES[known[name]]}, but it is "
             f"{json.dumps(value)[:80]}."
-        )
-    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-        raise RequestError(
-            f"{name}: the value must be between -{_MAX_INTEGER} and {_MAX_INTEGER}, but it is "
-            f"{str(value)[:80]}."
         )
 
 

@@ -21,7 +21,7 @@ from backend.mtp_checkpoint import save_with_mtp
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.blocks.block_pool import BlockPool
-from nereid_backend.errors import ConfigError
+from nereid_backend.errors import ConfigError, ModelError
 from nereid_backend.model.load_draft import check_draft_folder
 from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -273,6 +273,12 @@ def test_a_draft_model_with_another_vocabulary_is_refused(checkpoint, small_voca
 def test_a_draft_model_that_does_not_exist_is_refused(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match=r"draft_model: .* is not a folder with a file config"):
         open_engine(checkpoint("llama"), draft_model=str(tmp_path / "missing"))
+
+
+def test_the_error_of_a_damaged_draft_model_names_the_setting(checkpoint, tmp_path):
+    (tmp_path / "config.json").write_text((checkpoint("llama") / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"draft_model: .* has no \.safetensors files"):
+        open_engine(checkpoint("llama"), draft_model=str(tmp_path))
 
 
 def test_models_with_a_recurrent_state_are_refused(tmp_path_factory, checkpoint):

@@ -13,7 +13,7 @@ from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.draft_model import DraftModel, DraftSizes
-from nereid_backend.errors import ConfigError
+from nereid_backend.errors import ConfigError, ModelError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.model.accelerate_path import CompileTarget, compile_or_fuse_norms
 from nereid_backend.model.forward_path.choose_path import ChosenPath, choose_path
@@ -163,7 +163,11 @@ def open_draft(
         hook = AttentionHook()  # the attention function that transformers calls for the draft model
         on_error.callback(hook.remove)
         progress(f"loading the draft model {config.draft_model}")
-        checkpoint = load_weights(draft_config, choose_device(config.device), hook, progress)
+        try:
+            checkpoint = load_weights(draft_config, choose_device(config.device), hook, progress)
+        except ModelError as error:
+            # Without the setting's name, the error could also concern the large model.
+            raise type(error)(f"draft_model: {error}") from error
         _check_vocabulary(config, target, checkpoint)
         chosen = choose_path(checkpoint, hook, draft_config, progress)
         _check_can_remove_draft_tokens(checkpoint, chosen.spec)

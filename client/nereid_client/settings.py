@@ -244,7 +244,8 @@ class Settings:
     default of `nereid serve` is `~/.local/state/nereid/batches-PORT`."""
 
     max_stored_files: NonNegativeInt = 1000
-    """The largest number of files, and of batches. `0` turns the API off."""
+    """The largest number of files, and of batches. If there are too many batches, the oldest ended
+    batch of the client with the most batches is deleted. `0` turns the API off."""
 
     max_stored_file_bytes: _Bytes = 4 * 1024**3
     """The largest size of all files together."""

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
@@ -127,9 +128,12 @@ class BatchStore:
     def create(self, request: CreateBatchRequest, file: StoredFile) -> Batch:
         """Store a new batch. The batch runner later finds and starts the batch.
 
-        Raises: ApiError if there are too many batches, or if the folder cannot be written.
+        If the number of batches has reached the limit, an ended batch is deleted first.
+
+        Raises: ApiError if there are too many unfinished batches, or if the folder cannot be
+            written.
         """
-        self._check_num_batches()
+        self._delete_ended_if_full()
         batch = _new_batch(request, file)
         folder = self.folder(batch.id)
         with disk_errors(self.files.folder):
@@ -142,20 +146,31 @@ class BatchStore:
                 raise
         return batch
 
-    def _check_num_batches(self) -> None:
-        """Raise an ApiError 400 if the number of stored batches has reached the limit.
+    def _delete_ended_if_full(self) -> None:
+        """Delete an ended batch if the number of stored batches has reached the limit.
 
-        The limit is the setting `max_stored_files`.
+        The limit is the setting `max_stored_files`. The oldest ended batch of the client that has
+        the most batches is deleted. Its result files stay in the file store.
+
+        Raises: ApiError 400 if no batch has ended.
         """
         num_batches = len(names_in(self._folder))
-        if num_batches >= self.files.limits.count:
+        if num_batches < self.files.limits.count:
+            return
+        batches = list(self.all())  # the newest batch first
+        num_of_owner = Counter(batch.owner for batch in batches)
+        ended = [batch for batch in reversed(batches) if batch.has_ended]
+        if not ended:
             raise ApiError(
                 400,
                 f"The server stores {num_batches} batches, but the limit is "
-                f"{self.files.limits.count} (max_stored_files). A batch is deleted 30 days after "
-                "the time in its field expires_at.",
+                f"{self.files.limits.count} (max_stored_files), and none of them has ended. Wait "
+                "until a batch has ended, or cancel one.",
                 limit="max_stored_files",
             )
+        # `max` returns the first, oldest batch if several batches have the same owner.
+        oldest = max(ended, key=lambda batch: num_of_owner[batch.owner])
+        shutil.rmtree(self.folder(oldest.id), ignore_errors=True)
 
     def find(self, batch_id: str, owner: str) -> Batch | None:
         """Return the batch with this id, or None if the client `owner` has no such batch."""

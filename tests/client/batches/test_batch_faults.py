@@ -200,6 +200,28 @@ def test_a_damaged_batch_is_deleted_after_30_days(store):
     assert store.find(batch.id, "") is not None
 
 
+def test_a_new_batch_replaces_the_oldest_ended_batch_of_the_client_with_the_most_batches(tmp_path):
+    store = BatchStore(FileStore(tmp_path, FileLimits(count=4, num_bytes=1 << 20)))
+    files = {owner: upload(store, num_lines=1, owner=owner) for owner in ("a", "b")}
+
+    def create_batch(owner):
+        time.sleep(0.002)  # an id contains the time in milliseconds, and gives the order
+        request = CreateBatchRequest(
+            input_file_id=files[owner].id, endpoint=CHAT, completion_window="24h"
+        )
+        return store.create(request, files[owner])
+
+    batches = [create_batch(owner) for owner in ("b", "a", "a", "a")]
+    with pytest.raises(ApiError, match=r"4 batches, but the limit is 4 .* none of them has ended"):
+        create_batch("b")
+    for batch in (batches[0], batches[2], batches[3]):
+        batch.set_status("completed")
+        store.save(batch)
+    new = create_batch("b")
+    remaining = [batches[0], batches[1], batches[3], new]
+    assert {batch.id for batch in store.all()} == {batch.id for batch in remaining}
+
+
 def test_a_full_disk_is_named_when_buffered_bytes_of_an_upload_are_written(store):
     started = store.files.start_upload()
     started.write(b"a" * 1000)

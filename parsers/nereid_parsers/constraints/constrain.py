@@ -205,9 +205,9 @@ def _possible_reasoning(fmt: FormatData, layout: Sections, declaration: Reasonin
 def _tagged_reasoning(
     fmt: FormatData, layout: Sections, declaration: Reasoning, *, opening: str
 ) -> Node:
-    """Return the grammar node for `opening`, the text of the reasoning, and the closing marker.
+    """Return the grammar node for reasoning with its markers: `<think>Let me see.</think>`.
 
-    Example of matching text, if `opening` is `<think>`: `<think>Let me see.</think>`.
+    `opening` is the opening marker, `<think>` in the example, or "" if the prompt contains it.
     """
     text = _reasoning_text(fmt, layout, declaration)
     return {"type": "tag", "begin": opening, "content": text, "end": declaration.close.strip()}
@@ -298,8 +298,9 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
     if not has_closing_marker:  # The content ends where the tool calls start.
         return optional(sequence(WHITESPACE, opening))
     closing = const(wrapper.close.strip())
-    # The opening marker is optional, because the prompt may already contain this marker.
-    return optional(sequence(WHITESPACE, optional(opening), WHITESPACE, closing))
+    # The opening marker alone is optional, because the prompt may already contain this marker.
+    markers = sequence(WHITESPACE, optional(opening), WHITESPACE, closing)
+    return optional(markers)
 
 
 def _text_with_calls(
@@ -316,9 +317,7 @@ def _text_with_calls(
     if _is_unmarked_list(section):
         return _list_or_text(section, request)
     calls = _marked_calls(section, request)
-    # If a node ends with a repeated call, no marker shows where the calls end: `<calls>f(), g()`.
-    have_no_end_marker = any(_ends_with_repeated_call(node) for node in calls)
-    if have_no_end_marker:
+    if any(_lacks_end_marker(node) for node in calls):
         return _text_then_calls(section, calls)
     return _text_around_calls(fmt, layout, section, calls, request)
 
@@ -363,16 +362,18 @@ def _is_unmarked_list(section: ToolSection) -> bool:
     return isinstance(call.body, ListBody) and not has_marker
 
 
-def _ends_with_repeated_call(node: Node) -> bool:
-    """Return whether a repeated tool call is the last element of a node, as in `<calls>f(), g()`.
+def _lacks_end_marker(node: Node) -> bool:
+    """Return whether no marker shows where a node for tool calls ends, as in `<calls>f(), g()`.
 
-    The result is False for `<calls>f(), g()</calls>`, because `</calls>` is the last element.
+    The last element of such a node allows any number of tool calls. The result is False for
+    `<calls>f(), g()</calls>`, because `</calls>` is the last element.
     """
-    return elements_of(node)[-1]["type"] in ("star", "plus", "tags_with_separator")
+    last_element = elements_of(node)[-1]
+    return last_element["type"] in ("star", "plus", "tags_with_separator")
 
 
 def _text_then_calls(section: ToolSection, calls: list[Node]) -> Node:
-    """Return the grammar node for free text, which tool calls without an end marker may follow.
+    """Return the grammar node for free text, and optional tool calls after the text.
 
     Example of matching text: `Let me look.<calls>f(), g()`. No text can follow the tool calls,
     because no marker shows where they end. The node is a sequence and not a `triggered_tags` node,
@@ -387,9 +388,16 @@ def _triggers(
 ) -> list[str]:
     """Return the triggers: the texts that start a tool call, such as `<tool_call>`.
 
-    All tool calls have one trigger if possible. No other marker of the format may start with the
-    trigger. Example: `<|channel|>tool.f` calls the tool `f`, and `<|channel|>answer` opens the
-    content. Then `<|channel|>` is no trigger, but `<|channel|>tool.` is.
+    A trigger is usable if all tool calls start with this text, and no other marker of the format
+    starts with this text. Example: `<|channel|>tool.f` calls the tool `f`, and `<|channel|>answer`
+    opens the content. The first of these texts that is usable is the only trigger:
+
+        `<|channel|>`        the first marker. Not usable, because `<|channel|>answer` starts with
+                             this text.
+        `<|channel|>tool.`   the text before the name of the tool. Usable.
+
+    If neither text is usable, the whole start of each tool call, such as `<|channel|>tool.f`, is a
+    trigger, because a longer text is less likely to be the start of another marker.
 
     `tags` are the grammar nodes of the tool calls. The key `begin` of a tag contains the text at
     the start of the tool call.
@@ -397,18 +405,16 @@ def _triggers(
     other_markers = _markers_outside_calls(fmt, layout)
     starts = [node["begin"] for node in tags]
     call = section.calls[0]  # Constrained output contains only the first variant of a tool call.
-    short_trigger = trigger_of(section)  # Such as `<|channel|>`.
-    longer_trigger = call.open.lstrip() + first_literal(call.head)  # Such as `<|channel|>tool.`.
-    for trigger in (short_trigger, longer_trigger):
+    first_marker = trigger_of(section)
+    text_before_name = call.open.lstrip() + first_literal(call.head)
+    for trigger in (first_marker, text_before_name):
         if _is_usable_trigger(trigger, starts, other_markers):
             return [trigger]
-    # The whole start of each tool call is a trigger, such as `<call>f:`. A long text is less likely
-    # to be the start of another marker.
     return list(dict.fromkeys(starts))
 
 
 def _is_usable_trigger(trigger: str, starts: list[str], other_markers: list[str]) -> bool:
-    """Return whether all tool calls, but no other markers of the format, start with `trigger`.
+    """Return whether all tool calls start with `trigger`, and no marker in `other_markers` does.
 
     `starts` are the texts at the start of the tool calls. Example: `<call>` is usable if the tool
     calls start with `<call>f:` and `<call>g:`, and the only other marker is `<think>`.

@@ -57,11 +57,11 @@ _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 def section_node(section: ToolSection, request: Request) -> Node:
     """Return the grammar node for all tool calls of a message and the markers around them.
 
-    The tool calls between the markers, here `<calls>` and `</calls>`, are separate texts, or the
-    members of one list. Examples of matching texts:
+    The tool calls between the markers, here `<calls>` and `</calls>`, follow one another, or are
+    the members of one list. Examples of matching texts:
 
-        separate texts   `<calls><call>f{"a": 1}</call><call>g{}</call></calls>`
-        a list           `<calls>[{"name": "f", "arguments": {"a": 1}}]</calls>`
+        one after another   `<calls><call>f{"a": 1}</call><call>g{}</call></calls>`
+        a list              `<calls>[{"name": "f", "arguments": {"a": 1}}]</calls>`
 
     Args:
         section: The declaration of the tool calls. If this declaration contains several variants
@@ -71,14 +71,14 @@ def section_node(section: ToolSection, request: Request) -> Node:
     """
     first_variant = section.calls[0]
     if isinstance(first_variant.body, ListBody):
-        calls = _lists(section, first_variant, request)
+        calls = _lists(section, first_variant, request)  # or the object of the second variant
     else:
         calls = _separate_calls(section, first_variant, request)
     return sequence(const(section.open), calls, const(section.close))
 
 
 def _separate_calls(section: ToolSection, call: Call, request: Request) -> Node:
-    """Return the grammar node for tool calls that are separate texts.
+    """Return the grammar node for tool calls one after another, which are not members of a list.
 
     Example of matching text: `<call>f{"a": 1}</call><call>g{}</call>`. `call` declares how one tool
     call is written. `section` declares the separator.

@@ -47,9 +47,9 @@ def _has_fields(pattern: str) -> bool:
 def header_text(layout: Messages, route: Route, name: str = "") -> str:
     """Return the text before the content of a message, such as `<|channel|>final<|message|>`.
 
-    This text consists of the header and `layout.header_end`. Example: the header
-    ` to=functions.{name}`, the name `f` and the header end `<|message|>` give
-    `" to=functions.f<|message|>"`.
+    This text consists of the header that the model should write (`route.written_header`) and
+    `layout.header_end`. Example: the header ` to=functions.{name}`, the name `f` and the header end
+    `<|message|>` give `" to=functions.f<|message|>"`.
 
     `name` is the name of the function, if the message is a tool call.
 
@@ -88,16 +88,24 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
     next_message_start = const(layout.start)  # Such as `<|start|>assistant`.
     if state is ReasoningState.EXCLUDED:
         return next_message_start
-    # The node cannot contain a reasoning message if no marker such as `<|end|>` ends messages.
-    route = first_route(layout, Stage.REASONING) if layout.ends else None
-    if state is ReasoningState.OPEN:
-        if route is None:
-            raise unclosed_reasoning_error(fmt)
-        return sequence(_reasoning_body(fmt, layout), next_message_start)
+    route = _route_of_closed_reasoning(layout)
+    if route is None and state is ReasoningState.OPEN:
+        raise unclosed_reasoning_error(fmt)
     if route is None:
         return NOTHING
-    header = const(header_text(layout, route))
-    return optional(sequence(header, _reasoning_body(fmt, layout), next_message_start))
+    text_after_header = sequence(_reasoning_body(fmt, layout), next_message_start)
+    if state is ReasoningState.OPEN:
+        return text_after_header
+    return optional(sequence(const(header_text(layout, route)), text_after_header))
+
+
+def _route_of_closed_reasoning(layout: Messages) -> Route | None:
+    """Return the declaration of the header of reasoning messages.
+
+    Return None if the format has no reasoning messages, or if no marker, such as `<|end|>`, ends
+    its messages.
+    """
+    return first_route(layout, Stage.REASONING) if layout.ends else None
 
 
 def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
@@ -152,13 +160,14 @@ def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> 
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the grammar node for one or more messages that are tool calls.
 
-    Example of a matching text with the calls of `f` and `g`:
+    Example of a matching text, in three parts: the call of `f`, the separator, and the call of `g`:
 
-        ` to=functions.f<|message|>{"a": 1}<|end|><|start|>assistant to=functions.g<|message|>{}`
+        ` to=functions.f<|message|>{"a": 1}`
+        `<|end|><|start|>assistant`
+        ` to=functions.g<|message|>{}`
 
-    Here, `<|end|>` is the marker after a message, and `<|start|>assistant` is the marker before a
-    message. The markers before the first message and after the last message do not belong to the
-    node.
+    `<|end|>` ends a message, and `<|start|>assistant` starts a message. The node does not contain
+    the start of the first message and the end of the last message.
 
     Raises:
         ConstraintError: The format has no messages that are tool calls.

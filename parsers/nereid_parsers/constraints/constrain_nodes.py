@@ -130,6 +130,9 @@ def _grammar_schema(schema: object) -> object:
 
     If `schema` is a list of schemas, return a list of such copies. Return any other value, such as
     a number, unchanged.
+
+    Mutates: the size of the grammar, to which the characters of the schema are added. See
+        `limited_size`.
     """
     _count_own_chars(schema)
     if isinstance(schema, list):
@@ -144,7 +147,7 @@ def _grammar_schema(schema: object) -> object:
 
 
 def _is_omitted(keyword: str, value: object) -> bool:
-    """Return whether `_grammar_schema` omits a keyword: a description or a harmful pattern."""
+    """Return whether a keyword is a description or a harmful pattern, which schemas do not need."""
     is_description = keyword in _DESCRIPTIONS and isinstance(value, str)
     return is_description or (keyword == "pattern" and _is_harmful_pattern(value))
 
@@ -156,22 +159,28 @@ def _grammar_value(keyword: str, value: object) -> object:
 
         {"enum": [{"description": "A city"}]}   The word is a part of an allowed value.
         {"properties": {"description": {..}}}   The word is the name of a property.
+
+    Mutates: the size of the grammar, to which the characters of the value are added. See
+        `limited_size`.
     """
-    if keyword in VALUE_KEYWORDS:  # Such as `enum`.
+    if keyword in VALUE_KEYWORDS:  # Such as `enum`, whose value contains no schemas.
         _count_all_chars(value)
         return value
     if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):  # Such as `properties`.
         _count_own_chars(value)
         return {name: _grammar_schema(inner) for name, inner in value.items()}
-    return _grammar_schema(value)
+    return _grammar_schema(value)  # This function also counts the characters.
 
 
 def _count_own_chars(value: object) -> None:
     """Add the characters of a JSON value to the size of the grammar, without its inner values.
 
-    The size of an object is the length of its keys, plus 2 characters for each member, such as `:`
-    and `,`. The size of a list is 2 characters for each item. Examples: 3 characters are added for
-    `{"a": ["bc"]}`, and 2 characters for `["bc"]`.
+    The rule depends on the type of the value:
+
+        "bc"             the length of the string: 2
+        {"a": [..]}      the length of each key, and 2 for its colon and comma: 3
+        [1, 2, 3]        2 for each item: 6
+        12               the length of its text: 2
     """
     if isinstance(value, str):
         count_chars(len(value))

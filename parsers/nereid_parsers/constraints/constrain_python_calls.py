@@ -43,25 +43,28 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
 
     The grammar accepts JSON words such as `true`, because some models are trained to write them,
     and because the parser accepts them. Lists, objects and unions of types must be JSON text,
-    because xgrammar describes them with a JSON schema.
+    because xgrammar describes them with a JSON schema. The only other text for a union with null is
+    `None`.
     """
     types = json_types_of(schema, root=schema)
+    json_text = json_schema(schema)
     if types == _BOOLEAN_ONLY:
-        return one_of(const("True"), const("False"), json_schema(schema))
-    # If `type` allows null, but `enum` does not list null, null is not a valid value.
-    if types is not None and "null" in types and _allows_null(schema):
-        return one_of(const("None"), json_schema(schema))
+        return one_of(const("True"), const("False"), json_text)
+    if types is not None and "null" in types and _may_list_null(schema):
+        return one_of(const("None"), json_text)
     # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.
     is_restricted = any(keyword in schema for keyword in _STRING_RESTRICTIONS)
     if types == _STRING_ONLY and not is_restricted:
-        return one_of(json_schema(schema), {"type": "regex", "pattern": _SINGLE_QUOTED})
-    return json_schema(schema)
+        return one_of(json_text, {"type": "regex", "pattern": _SINGLE_QUOTED})
+    return json_text
 
 
-def _allows_null(schema: Mapping[str, Any]) -> bool:
-    """Return whether null is one of the values that a schema lists, or the schema lists no values.
+def _may_list_null(schema: Mapping[str, Any]) -> bool:
+    """Return False if a schema lists the allowed values, and null is not one of them.
 
-    Examples: the result is True for `{"enum": [1, None]}`, and False for `{"enum": [1]}`.
+    Example: the result is False for `{"type": ["integer", "null"], "enum": [1]}`. Although `type`
+    allows null, `enum` does not. The result is True for `{"enum": [1, None]}` and for a schema that
+    lists no values.
     """
     choices = choices_of(schema)
     return not choices or None in choices

@@ -238,8 +238,8 @@ def _tagged_json_in_form(
     `schema` allows.
     """
     opening = _opening_tag_of_json(form, key, types)
-    # The parser ends the value at `</p>`, even if the declared closing tag is `\n</p>\n`.
-    # Therefore the value must not contain `</p>`.
+    # If `form.close` is `\n</p>\n`, `form.closing_marker` is `</p>`. The parser ends the value at
+    # the first `</p>`, even without the line breaks. Therefore the value must not contain `</p>`.
     value = _json_or_python_word(schema, types, closing_tag=form.closing_marker)
     return sequence(opening, value, const(form.close))
 

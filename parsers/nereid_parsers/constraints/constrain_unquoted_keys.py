@@ -86,8 +86,8 @@ def _value_node(
 
     Args:
         declaration: Declares the text around each string.
-        argument: The argument of the tool. Its value is the value itself, or an array or object
-            that contains the value.
+        argument: The argument of the tool for which unenforced restrictions are reported. The value
+            may be the whole argument, or may be inside an array or object.
         schema: The JSON schema of the value.
     """
     types = json_types_of(schema, root=schema)
@@ -96,7 +96,8 @@ def _value_node(
     choices = choices_of(schema)  # The values that the schema lists, or None.
     if choices is not None and _are_scalars(choices):
         return one_of(*(const(_text_of_scalar(choice, declaration.quote)) for choice in choices))
-    if types is None or "string" in types:
+    may_be_string = types is None or "string" in types  # None if the types are not known.
+    if may_be_string:
         return _string_node(declaration, argument, schema)
     if types == frozenset({"array"}):
         return _array_node(declaration, argument, schema)
@@ -121,7 +122,7 @@ def _are_scalars(values: list[Any]) -> bool:
 
 
 def _text_of_scalar(value: str | float | bool | None, quote: str) -> str:
-    """Write a value that is no array or object: `"a"` gives `<q>a<q>`, and `True` gives `true`."""
+    """Write a string, a number, a boolean or null. Example: `"a"` gives `<q>a<q>`."""
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
@@ -147,14 +148,17 @@ def _array_node(
     `argument` is, or contains, the array. A restriction in `schema` that the node does not enforce
     is reported for this argument.
     """
-    if _has_valid_item_limits(schema):
-        enforced, schema_with_limits = _ENFORCED_WITH_LIMITS, schema
-    else:  # The array may contain any number of items.
-        enforced, schema_with_limits = _ENFORCED_WITHOUT_LIMITS, {}
-    argument.report_unenforced(schema, enforced)
+    are_limits_enforced = _has_valid_item_limits(schema)
+    argument.report_unenforced(
+        schema, _ENFORCED_WITH_LIMITS if are_limits_enforced else _ENFORCED_WITHOUT_LIMITS
+    )
     schema_of_item = inner_schema(schema.get("items"), root=schema)
     item = _inner_value_node(declaration, argument, schema_of_item)
-    return sequence(const("["), _items_node(item, schema_with_limits), const("]"))
+    if are_limits_enforced:
+        items = _items_node(item, schema.get("minItems", 0), schema.get("maxItems"))
+    else:
+        items = _items_node(item, minimum=0, maximum=None)
+    return sequence(const("["), items, const("]"))
 
 
 def _object_node(
@@ -188,12 +192,12 @@ def _has_valid_item_limits(schema: Mapping[str, Any]) -> bool:
     return are_small_integers and limits == sorted(limits)
 
 
-def _items_node(item: Node, schema: Mapping[str, Any]) -> Node:
+def _items_node(item: Node, minimum: int, maximum: int | None) -> Node:
     """Return the grammar node for the items of an array, separated by commas, as in `1,2`.
 
-    `schema` is the schema of the array, which may contain `minItems` and `maxItems`.
+    `minimum` and `maximum` limit the number of items. If `maximum` is None, there is no upper
+    limit.
     """
-    minimum, maximum = schema.get("minItems", 0), schema.get("maxItems")
     if maximum == 0:
         return NOTHING
     further_items = {

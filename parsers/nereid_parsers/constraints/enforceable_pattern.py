@@ -215,7 +215,7 @@ def _tokens_of(regex: str) -> Iterator[PatternToken]:
 
 
 def _problem_of_unknown_text(regex: str, position: int) -> _Problem:
-    """Return the problem of the text at `position`, which is not a supported token: `(?=a)`."""
+    """Return the problem at a position where no supported token starts, such as `(?=a)`."""
     kind = _Kind.OTHER
     if regex.startswith(("(?=", "(?!"), position):
         kind = _Kind.LOOKAHEAD
@@ -280,14 +280,14 @@ def _problem_of_character(character: str) -> _Problem | None:
 def _problem_of_set(text: str) -> _Problem | None:
     r"""Return the reason why xgrammar does not enforce a set such as `[a-z]`, or None.
 
-    Examples of sets that are refused:
+    A set is not enforced in four cases:
 
-        `["\n]`        JSON writes all characters of the set with a backslash. The set `["a]` is not
-                       refused, because the model then writes only `a`.
+        `["\n]`        JSON writes every character of the set with a backslash, as in `\"`, but
+                       xgrammar would write it without a backslash. `["a]` has no problem, because
+                       the model can write the character `a`.
+        a line break   An unescaped control character in the set.
         `[[:alpha:]]`  Libraries interpret a set inside a set differently, also in `[a-z&&[^b]]`.
         `[\A]`         xgrammar does not support the escape sequence.
-
-    A set with an unescaped control character, such as a line break, is refused, too.
     """
     if _SET_OF_CHARACTERS_THAT_NEED_JSON_ESCAPES.fullmatch(text):
         return _NEEDS_JSON_ESCAPE

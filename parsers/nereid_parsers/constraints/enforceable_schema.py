@@ -152,6 +152,8 @@ def _rewrite(value: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 -
         return [_rewrite(item, scope, depth + 1) for item in value]
     if not isinstance(value, Mapping):
         return value
+    # First, the keywords of the schema itself are rewritten, then the schemas in their values.
+    # `merged.scope` also lists the references that were replaced when `allOf` was merged.
     merged = _without_all_of(value, scope)
     keywords = _rewrite_keywords(merged.schema)
     return {
@@ -201,9 +203,9 @@ def _in_current_draft(schema: Schema) -> Schema:
     """
     rewritten = dict(schema)
     for keyword in ("properties", "required"):
-        if rewritten.get(keyword, ()) is None:
+        if keyword in rewritten and rewritten[keyword] is None:
             del rewritten[keyword]
-    if isinstance(schema.get("items"), list):
+    if isinstance(rewritten.get("items"), list):
         rewritten["prefixItems"] = rewritten.pop("items")
         if "additionalItems" in rewritten:
             rewritten["items"] = rewritten.pop("additionalItems")
@@ -211,7 +213,7 @@ def _in_current_draft(schema: Schema) -> Schema:
         ("minimum", "exclusiveMinimum"),
         ("maximum", "exclusiveMaximum"),
     ):
-        if isinstance(schema.get(exclusive_bound), bool):
+        if isinstance(rewritten.get(exclusive_bound), bool):
             is_exclusive = rewritten.pop(exclusive_bound)
             if is_exclusive and bound in rewritten:
                 rewritten[exclusive_bound] = rewritten.pop(bound)
@@ -226,7 +228,8 @@ def _with_listed_properties(schema: Schema) -> Schema:
 
     Example: `{"type": "object", "required": ["a"]}` gives
     `{"type": "object", "properties": {"a": {}}, "required": ["a"]}`. The schema is returned
-    unchanged if it forbids other properties, or if `patternProperties` may apply to the property.
+    unchanged if it neither has the type "object" nor lists properties, if it forbids other
+    properties, or if `patternProperties` may apply to the property.
     """
     required = schema.get("required")
     properties = schema.get("properties", {})
@@ -267,10 +270,11 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _ScopedSchema:
 
 
 def _is_annotated_reference(parts: _AllOf) -> bool:
-    """Return whether a schema consists of one reference that xgrammar can follow, and annotations.
+    """Return whether a schema consists only of annotations and a reference in its `allOf`.
 
     An annotation is a keyword that does not restrict the value, such as `title`. Example:
-    `{"allOf": [{"$ref": "#/$defs/T"}], "title": "A city"}`.
+    `{"allOf": [{"$ref": "#/$defs/T"}], "title": "A city"}`. Return False if xgrammar cannot follow
+    the reference, because it contains an escape sequence.
     """
     has_only_annotations = ANNOTATIONS.issuperset(parts.keywords)
     if not has_only_annotations or len(parts.members) != 1:
@@ -293,18 +297,21 @@ def _merge_all_of(parts: _AllOf, scope: _Scope) -> _ScopedSchema:
     """
     if not parts.members:
         return _ScopedSchema(parts.keywords, scope)
+    # 1. Replace the references in each part.
     flat_parts = [_flatten_part(part, scope) for part in (parts.keywords, *parts.members)]
+    # 2. Merge the parts one after another. Because each step copies the previous result, the values
+    # are counted once for each part.
     schemas = tuple(part.schema for part in flat_parts)
     if len(parts.members) > 1:
-        # The schemas are merged one after another, and each step copies the previous result.
         scope.budget.spend_copies(schemas, num_copies=len(schemas))
     merged = functools.reduce(merge_schemas, schemas)
+    # 3. Collect the references that were replaced in step 1.
     replaced = [name for part in flat_parts for name in part.scope.replaced_references]
     return _ScopedSchema(merged, scope.with_replaced(replaced))
 
 
 def _split_all_of(schema: Schema) -> _AllOf:
-    """Split a schema into its keywords without `allOf`, and the members of its `allOf`.
+    """Separate the members of the `allOf` of a schema from the other keywords of the schema.
 
     A `$ref` that must be replaced becomes a member: `{"$ref": "#/$defs/A", "maximum": 5}` gives the
     keywords `{"maximum": 5}` and the members `[{"$ref": "#/$defs/A"}]`.
@@ -386,7 +393,8 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _ScopedSchema:
         raise CannotMergeError("the schema is recursive")
     definition = _definition_of(reference, scope.root)
     scope.budget.spend_replacement(definition)
-    # The definition may itself contain references and `allOf`.
+    # The definition may itself contain references and `allOf`. If it contains `reference` again,
+    # `_flatten_part` refuses the recursive schema.
     flat_definition = _flatten_part(definition, scope.with_replaced([reference]))
     other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
     merged = merge_schemas(other_keywords, flat_definition.schema)

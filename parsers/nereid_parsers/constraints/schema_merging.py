@@ -222,7 +222,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
 def _merge_listed_properties(
     first: Schema, second: Schema
 ) -> dict[str, dict[str, Any] | Literal[False]]:
-    """Merge the schemas of each property that one of two schemas lists in `properties`.
+    """Merge the keyword `properties` of two schemas, property by property.
 
     Example: `{"properties": {"a": {"type": "string"}}}` and
     `{"properties": {"a": {"maxLength": 9}}}` give `{"a": {"type": "string", "maxLength": 9}}`. The

@@ -50,7 +50,7 @@ _LENGTHS = frozenset({"minLength", "maxLength"})
 # xgrammar ignores these keywords in a schema without `type`; see `_describe_untyped`.
 _ARRAY_KEYWORDS = frozenset({"minItems", "maxItems"})
 _OBJECT_KEYWORDS = frozenset({"required", "patternProperties", "minProperties", "maxProperties"})
-_KEYWORDS_OF_OTHER_TYPES = frozenset(
+_NUMBER_AND_STRING_KEYWORDS = frozenset(
     {
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
         *("minLength", "maxLength", "pattern", "format"),
@@ -64,8 +64,8 @@ _ENFORCED_FORMATS = frozenset(
     }
 )
 _MAX_DEPTH = 64
-# A function that yields a description of each keyword of a schema that is not enforced. The second
-# argument is the path of the schema.
+# A function that yields a description of each unenforced keyword of a schema. The second argument
+# is the path of the schema.
 _Check = Callable[[Mapping[str, Any], str], Iterator[str]]
 
 
@@ -79,7 +79,7 @@ def unenforced_keywords(schema: object) -> list[str]:
 
 
 def unenforced_keywords_of_answer(schema: object) -> list[str]:
-    """Return a description of each keyword in the schema of an answer that is not enforced.
+    """Return a description of each unenforced keyword in the schema of an answer.
 
     The library llguidance compiles the schema of an answer. This library enforces some patterns and
     some combinations of keywords that xgrammar does not enforce. These are not described. Example:
@@ -156,7 +156,7 @@ def _describe_untyped(schema: Mapping[str, Any], path: str) -> Iterator[str]:
         return  # xgrammar ignores all other keywords for another reason; see `ignored_keywords`.
     implies_array = "items" in schema or "prefixItems" in schema
     implies_object = "properties" in schema or "additionalProperties" in schema
-    ignored = set(_KEYWORDS_OF_OTHER_TYPES)
+    ignored = set(_NUMBER_AND_STRING_KEYWORDS)
     if not implies_array:
         ignored |= _ARRAY_KEYWORDS
     if not implies_object:
@@ -270,6 +270,7 @@ def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
     elif cause == "pattern":
         ignored = restrictions & _LENGTHS
     elif "type" in schema and _keyword_implies_types(schema, cause):
+        # `type` is not reported, because the values have the right types even without it.
         ignored = restrictions - {cause, "type"}
     else:
         ignored = restrictions - {cause}
@@ -294,9 +295,9 @@ def _overriding_keyword(schema: Mapping[str, Any]) -> str | None:
 def _keyword_implies_types(schema: Mapping[str, Any], keyword: str) -> bool:
     """Return whether `keyword` accepts only values of the types that the keyword `type` lists.
 
-    The keyword `type` then has no effect. Example: the result is True for the keyword `enum` in
-    `{"type": "string", "enum": ["a"]}`, because `enum` accepts only a string. For the keyword
-    `$ref`, the result is always True.
+    Example: the result is True for the keyword `enum` in `{"type": "string", "enum": ["a"]}`,
+    because `enum` accepts only a string. If the result is True, the schema accepts the same values
+    without `type`. For the keyword `$ref`, the result is always True.
 
     `keyword` is a keyword of the schema, and one of `_EXCLUSIVE_KEYWORDS`.
     """
@@ -378,9 +379,10 @@ def _have_different_constants(schemas: list[Mapping[str, Any]]) -> bool:
     return len(constants) == len(schemas)
 
 
-# xgrammar compiles the schemas of arguments, and llguidance compiles the schemas of answers. If an
-# answer starts with reasoning, xgrammar compiles its schema, too. The schema is then still examined
-# with `_CHECKS_FOR_LLGUIDANCE`, although xgrammar enforces less.
+# xgrammar compiles the schemas of arguments, and llguidance compiles the schemas of answers. There
+# is one exception: if an answer starts with reasoning, xgrammar compiles the schema of the answer.
+# This schema is nevertheless examined with `_CHECKS_FOR_LLGUIDANCE`, although xgrammar enforces
+# less.
 _CHECKS_FOR_XGRAMMAR: tuple[_Check, ...] = (
     _describe_unsupported,
     _describe_partly_enforced,

@@ -148,17 +148,9 @@ def analyze_checkpoint_template(
         template_kwargs: Template variables that are set in every rendering.
         added_tokens: The tokens that were added to the tokenizer's vocabulary.
     """
-    # The format of a few templates cannot be inferred. For these templates, quarantine.py declares
-    # the format. For all other templates, the result of the search is None.
-    declared_format = find_quarantined(jinja_source)
-    # Other templates may contain the texts by which quarantine.py recognises a template, so the
-    # format is inferred, too. The inferred format is used if it parses more messages correctly.
-    entries: list[QuarantineEntry | None] = [None]
-    if declared_format is not None:
-        entries.insert(0, declared_format)  # The first of two equally good formats is used.
-    analyses = []
-    for entry in entries:
-        # `prober` renders test conversations with the template, and stores the findings for the
+
+    def analyze(declared_format: QuarantineEntry | None) -> TemplateAnalysis:
+        # The prober renders test conversations with the template, and stores the findings for the
         # report.
         prober = Prober(
             CompiledTemplate(jinja_source, Budget()),
@@ -167,8 +159,19 @@ def analyze_checkpoint_template(
             kwargs=template_kwargs or {},
             added_tokens=frozenset(added_tokens),
         )
-        analyses.append(_analyze(prober, entry))
-    return min(analyses, key=_num_wrong_messages)
+        return _analyze(prober, declared_format)
+
+    inferred = analyze(None)
+    # The format of a few templates cannot be inferred. For these templates, quarantine.py declares
+    # the format. For all other templates, the result of the search is None.
+    declared_format = find_quarantined(jinja_source)
+    if declared_format is None:
+        return inferred
+    # Other templates may contain the texts by which quarantine.py recognises a template. Therefore,
+    # the inferred format is used if it parses more messages correctly.
+    declared = analyze(declared_format)
+    is_inferred_better = _num_wrong_messages(inferred) < _num_wrong_messages(declared)
+    return inferred if is_inferred_better else declared
 
 
 def _num_wrong_messages(analysis: TemplateAnalysis) -> int:
@@ -177,7 +180,7 @@ def _num_wrong_messages(analysis: TemplateAnalysis) -> int:
 
 
 def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> TemplateAnalysis:
-    """Infer the format of a model's output. If `declared_format` is given, only check this format.
+    """Infer the format of a model's output, unless the format is declared. Check the format.
 
     `declared_format` is the entry of quarantine.py for a template whose format cannot be inferred.
     For all other templates, it is None.
@@ -185,15 +188,15 @@ def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> Templat
     Mutates: `prober`, which renders all conversations. It stores the form in which the template
     expects messages (`prober.form`), the comparisons and the open questions.
     """
-    prober.choose_content_form()  # Sets `prober.form`.
-    call_form = prober.find_call_form(content_form=prober.form)
-    if call_form is not None:  # The template renders tool calls. This form also suits content.
-        prober.form = call_form
+    prober.choose_content_form()  # Sets `prober.form`, the form for messages without tool calls.
+    form_with_calls = prober.find_call_form(content_form=prober.form)
+    renders_calls = form_with_calls is not None
+    # If the template renders tool calls, the form for tool calls is used for all messages.
+    prober.form = form_with_calls or prober.form
     turn = find_model_turn(prober)  # The text around the model's answers.
     if declared_format is None:
         checked = _infer_format(turn)
     else:
-        renders_calls = call_form is not None
         checked = _check_declared_format(turn, declared_format, renders_calls=renders_calls)
     return _make_analysis(prober, checked)
 
@@ -210,7 +213,7 @@ def _make_analysis(prober: Prober, checked: CheckedFormat) -> TemplateAnalysis:
 
 
 def _problems_of_template(template: CompiledTemplate) -> list[str]:
-    """Return sentences for the report about statements that transformers does not allow."""
+    """Return a sentence for the report if the template has statements that transformers forbids."""
     if template.changes_lists:
         return ["The template changes lists, which the sandbox of transformers forbids."]
     return []
@@ -243,37 +246,39 @@ def _check_declared_format(
     """Parse rendered messages with a declared format. Return the format and the parsed messages.
 
     `declared_format` is an entry of quarantine.py, which declares formats that the analysis cannot
-    infer. An entry lacks the markers that end a message, such as `<|im_end|>`. These markers are
-    inferred and added to the format. `renders_calls` states whether the template renders tool
-    calls. In the result, `problems` tells the readers of the report why the format is declared.
+    infer. Two things are not declared, and are therefore inferred: the markers that end a message,
+    such as `<|im_end|>`, which are added to the format, and the features of the template, such as
+    several tool calls in one message. `renders_calls` states whether the template renders tool
+    calls. In the result, `problems` contains the reason why the format is declared.
 
-    Mutates: `turn.prober`, which stores the comparisons for the report, and the form of messages
-    from which the template reads reasoning.
+    Mutates: `turn.prober`. Its `form` becomes the form of messages from which the template reads
+    reasoning. The prober also stores the comparisons for the report.
     """
     reasoning = find_rendered_reasoning(turn)
-    turn.prober.form = reasoning.form  # The conversations below are rendered in this form.
-    tools = _compare_declared_calls(turn, renders_calls=renders_calls)
+    turn.prober.form = reasoning.form  # All conversations below are rendered in this form.
+    tools = _find_features_of_calls(turn, renders_calls=renders_calls)
     end_markers = find_content_markers(turn, reasoning).end_markers
+    format_with_ends = declared_format.make_format(end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
     # The declaration already contains the markers around the content, so the findings omit them.
-    findings = Findings(reasoning, tools)
-    checked = check_format(declared_format.make_format(end_markers), turn_with_ends, findings)
+    checked = check_format(format_with_ends, turn_with_ends, Findings(reasoning, tools))
     return checked._replace(problems=(*checked.problems, _describe_declaration(declared_format)))
 
 
 def _describe_declaration(entry: QuarantineEntry) -> str:
-    """Return sentences for the report: the format is declared, and why it cannot be inferred."""
+    """Return a text for the report: it states that and why the format is declared, not inferred."""
     return f"The format was recognised, not inferred ({entry.model}). {entry.reason}"
 
 
-def _compare_declared_calls(turn: ModelTurn, *, renders_calls: bool) -> ToolFindings:
-    """Find out whether one message can have several tool calls. Their format is declared.
+def _find_features_of_calls(turn: ModelTurn, *, renders_calls: bool) -> ToolFindings:
+    """Find out whether the template renders several tool calls in one message.
 
-    The report shows two comparisons: "T1" adds a tool call to a message, and "T2" adds a second
-    tool call. The attribute `part` of the result is None, because the format of the tool calls is
-    declared and need not be inferred. `renders_calls` is true if the template renders tool calls.
+    The declared format contains the markup of tool calls, but not whether a message can have
+    several tool calls. Therefore, a message with two tool calls is rendered. The attribute `part`
+    of the result, the markup, is None. `renders_calls` is true if the template renders tool calls.
 
-    Mutates: `turn.prober`, which records both comparisons.
+    Mutates: `turn.prober`, which records two comparisons for the report: "T1" adds a tool call to a
+        message, and "T2" adds a second tool call.
     """
     renderer = CallRenderer(turn)
     one_call = render_one_call(renderer)

@@ -91,9 +91,9 @@ def _without_calls(findings: Findings) -> Findings:
 
 
 def _describe_wrong_messages(proofs: list[Proof]) -> list[str]:
-    """Return one text for the report about each message that was parsed wrongly.
+    """For each message that was parsed wrongly, return one text for the report.
 
-    Each text contains the names of the wrongly parsed parts, such as "reasoning, content".
+    The text contains the names of the wrongly parsed parts, such as "reasoning, content".
     """
     return [
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
@@ -161,7 +161,7 @@ def _make_plain_format(turn: ModelTurn, findings: Findings) -> Format:
 
 
 def _texts_between_messages(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
-    """Return the texts before and after messages that the parser must remove from the output.
+    """Return the texts around messages. The parser must remove these texts from the output.
 
     There are two kinds of such texts:
 

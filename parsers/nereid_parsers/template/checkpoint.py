@@ -139,10 +139,10 @@ def _combine_with_files(choice: _UserChoice, from_files: ChosenFormat) -> Chosen
 
 
 def _join_formats(layout: Sections, users_format: Format, files_format: Format) -> Format:
-    """Build a `Format` with the given layout. The two formats provide the markers around messages.
+    """Build a `Format` with a layout that was combined from the layouts of two formats.
 
     `users_format` is the format that the user chose. `files_format` is the format from the files of
-    the checkpoint.
+    the checkpoint. The result also combines the markers around messages of the two formats.
     """
     return Format(
         f"{users_format.name}+{files_format.name}",
@@ -159,7 +159,7 @@ def _join_formats(layout: Sections, users_format: Format, files_format: Format) 
 def _combine_layouts(
     chosen: Sections, from_files: Sections, *, is_reasoning_chosen: bool
 ) -> Sections:
-    """Combine the layout of a format that the user chose with the layout from the files.
+    """Combine two layouts: one from the user's format, and one from the files of a checkpoint.
 
     The user chose the format either for its reasoning (`is_reasoning_chosen`) or for its tool
     calls. Parts that the chosen format lacks, such as tool calls, come from the files.

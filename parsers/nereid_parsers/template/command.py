@@ -125,17 +125,23 @@ def run(options: argparse.Namespace) -> int:
         )
         return _WRONG_ARGUMENTS
     chosen = format_for_checkpoint(path)
-    has_format = chosen.source != "plain" or read_checkpoint(path).template is not None
-    if not has_format and not Path(path, "config.json").is_file():
-        raise FormatError(
-            f"The folder {path} has no chat template and no config.json. Give the folder of a "
-            "checkpoint."
-        )
+    if chosen.source == "plain":  # No file declares a format.
+        _check_is_checkpoint(path)
     why = f"Source of the format: {chosen.source}. {chosen.why}"
     report = report_of(path, why, chosen.format, chosen.analysis)
     _write_report(report, options)
     is_parsed_wrongly = any(sample.differs for sample in report.samples)
     return _PARSED_WRONGLY if is_parsed_wrongly else _PARSED_CORRECTLY
+
+
+def _check_is_checkpoint(path: str) -> None:
+    """Raise FormatError if a folder has neither a chat template nor the file config.json."""
+    has_template = read_checkpoint(path).template is not None
+    if not has_template and not Path(path, "config.json").is_file():
+        raise FormatError(
+            f"The folder {path} has no chat template and no config.json. Give the folder of a "
+            "checkpoint."
+        )
 
 
 def _write_report(report: Report, options: argparse.Namespace) -> None:

@@ -200,15 +200,17 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 
     >>> strip_reasoning_markers("<think></think>\n\nHello", Reasoning("<think>", "</think>\n\n"))
     'Hello'
+
+    White space after the markers belongs to the content, except for the white space at the end of
+    `reasoning.close`. In this example, the third line break remains:
+
+    >>> strip_reasoning_markers("</think>\n\n\nHello", Reasoning("<think>", "</think>\n\n"))
+    '\nHello'
     """
     if reasoning is None:
         return text
     any_marker = "|".join(re.escape(marker) for marker in stripped_markers(reasoning))
-    # All white space before a marker is removed. After a marker, only the white space at the end of
-    # `reasoning.close` is removed, because any other white space belongs to the content. Example:
-    # if `reasoning.close` is "</think>\n\n", two line breaks are removed after `</think>`, and also
-    # after `<think>`, because the block of reasoning may be empty.
-    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
+    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # "\n\n"
     marker_with_space = rf"\s*(?:{any_marker})(?:{space_after_close})?"
     return re.sub(rf"\A(?:{marker_with_space})+", "", text)
 
@@ -229,101 +231,115 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
     `after` is the text after the content of an answer. If this text starts with a marker, the
     marker ends the message. Other text, such as a second marker or a word, ends the message only if
-    the template writes the same text after a user's message. There are five cases:
+    the template writes this text after a user's message, too. Examples, in the order in which the
+    function tries the cases:
 
-        case   after an answer           after a user's message    result
-        1      EOS_TOKEN                 any text                  []
-        2      {end}                     {end}                     ["{end}"]
-        3      <|eom|><|eot|>            <|eot|>                   ["<|eom|>", "<|eot|>"]
-        4      <|end|>message<|sep|>     <|end|>message<|sep|>     ["<|end|>message<|sep|>"]
-        5      <|im_end|><|other|>       <|im_end|>                ["<|im_end|>"]
+        after an answer           after a user's message    result
+        EOS_TOKEN                 any text                  []
+        {end}                     {end}                     ["{end}"]
+        <|eom|><|eot|>            <|eot|>                   ["<|eom|>", "<|eot|>"]
+        <|end|>message<|sep|>     <|end|>message<|sep|>     ["<|end|>message<|sep|>"]
+        <|im_end|><|other|>       <|im_end|>                ["<|im_end|>"]
     """
     after_content = after.lstrip()
     after_user_message = turn.after_user_message.lstrip()
     first_marker = leading_marker(after_content)
     if first_marker == EOS_TOKEN:
-        return []  # Case 1: EOS_TOKEN is the placeholder of an unknown token. No model writes it.
+        return []  # EOS_TOKEN is the placeholder of an unknown token, so no model writes it.
     if not first_marker:
-        end_text = _end_in_punctuation(after_content, after_user_message, turn.header)
-        return [] if end_text is None else [end_text]  # Case 2
-    two_markers = _two_end_markers(after_content, after_user_message, turn.header)
-    if two_markers:
-        return two_markers  # Case 3
-    with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
-    return with_words or [first_marker]  # Cases 4 and 5
+        return _end_in_punctuation(after_content, after_user_message, turn.header)
+    return (
+        _two_end_markers(after_content, after_user_message, turn.header)
+        or _end_markers_with_words(after_content, after_user_message, turn.header)
+        or [first_marker]
+    )
 
 
-def _end_in_punctuation(after_content: str, after_user_message: str, header: str) -> str | None:
-    """Return the text that ends every message, if it is a word in punctuation, such as `{end}`.
+def _end_in_punctuation(after_content: str, after_user_message: str, header: str) -> list[str]:
+    """Return a list with the text that ends every message: a word in punctuation, such as `{end}`.
 
-    Return None if messages do not end with such a text. `after_content` and `after_user_message`
-    are the texts after an answer and after a user's message. `header` opens an answer.
+    Return [] if messages do not end with such a text. `after_content` and `after_user_message` are
+    the texts after an answer and after a user's message. `header` opens an answer.
 
     >>> _end_in_punctuation("{end}", after_user_message="{end}{bot}", header="{bot}")
-    '{end}'
+    ['{end}']
+
+    In this example, the text after each message is the header of the next message:
+
+    >>> _end_in_punctuation("{bot}", after_user_message="{bot}", header="{bot}")
+    []
     """
     end_text = after_content.partition(EOS_TOKEN)[0].strip()
     if _WORD_IN_PUNCTUATION.fullmatch(end_text) is None:
-        return None
-    if end_text in header:
-        return None  # The text opens the next answer.
-    return end_text if after_user_message.startswith(end_text) else None
+        return []
+    opens_next_message = end_text in header
+    ends_user_message = after_user_message.startswith(end_text)
+    return [end_text] if ends_user_message and not opens_next_message else []
 
 
 def _two_end_markers(after_content: str, after_user_message: str, header: str) -> list[str]:
     """Return the two markers that end an answer, such as `<|eom|>` and `<|eot|>`.
 
-    Return [] if there is no second marker, or if the second marker does not end the answer. It ends
-    the answer if it is one of the two markers after a user's message, and does not belong to
-    `header`, the text that opens an answer.
+    Return [] if only one marker ends the answer. The second marker ends the answer if it is the
+    first or the second marker after a user's message:
 
     >>> _two_end_markers("<|eom|><|eot|>", after_user_message="<|eot|>", header="<|bot|>")
     ['<|eom|>', '<|eot|>']
     >>> _two_end_markers("<|eom|><|eot|>", after_user_message="<|eom|><|eot|>", header="<|bot|>")
     ['<|eom|>', '<|eot|>']
+
+    A second marker that belongs to `header` opens the next message:
+
+    >>> _two_end_markers("<|eot|><|bot|>", after_user_message="<|eot|><|bot|>", header="<|bot|>")
+    []
     """
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if second in ("", first, EOS_TOKEN):  # No model writes the placeholder EOS_TOKEN.
         return []
     ends_user_message = second in first_two(leading_markers(after_user_message))
-    ends_answer = ends_user_message and second not in header
-    return [first, second] if ends_answer else []
+    opens_next_message = second in header
+    return [first, second] if ends_user_message and not opens_next_message else []
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return the end of a message that consists of markers and words: `<|end|>message<|sep|>`.
+    """Return a list with the end of a message if it has markers and words: `<end>turn<sep>`.
 
-    The result is a list with this text. It is [] if the message does not end in this way. If
-    another end marker follows the text, such as `<|over|>`, the list contains that marker, too.
-    `header` is the text that opens an answer.
+    Return [] if messages do not end in this way. If the next marker also ends every message, the
+    list contains this marker, too:
 
     >>> _end_markers_with_words("<end>turn<sep><over>", "<end>turn<sep><over>", header="<bot>")
     ['<end>turn<sep>', '<over>']
-    >>> _end_markers_with_words("<end>turn<sep>", "<end>turn<sep><bot>", header="<bot>")
+
+    A marker that does not follow a user's message is not an end marker. Neither is a marker of
+    `header`, because the header opens the next message:
+
+    >>> _end_markers_with_words("<end>turn<sep><pad>", "<end>turn<sep>", header="<bot>")
+    ['<end>turn<sep>']
+    >>> _end_markers_with_words("<end>turn<sep><bot>", "<end>turn<sep><bot>", header="<bot>")
     ['<end>turn<sep>']
     """
     turn_end = _turn_end_with_words(after_content, after_user_message, header)
     if not turn_end:
         return []
     next_match = MARKER.match(after_content.removeprefix(turn_end))
-    next_marker = "" if next_match is None else next_match.group()
+    if next_match is None:
+        return [turn_end]
+    next_marker = next_match.group()
     ends_user_message = after_user_message.startswith(turn_end + next_marker)
-    # The next marker does not end the message if it is a marker of the header, which opens the next
-    # message, or the placeholder EOS_TOKEN, which no model writes.
-    is_end_marker = next_marker not in ("", *markers(header), EOS_TOKEN)
-    return [turn_end, next_marker] if ends_user_message and is_end_marker else [turn_end]
+    is_other_marker = next_marker in markers(header) or next_marker == EOS_TOKEN
+    return [turn_end, next_marker] if ends_user_message and not is_other_marker else [turn_end]
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the text that ends every message, if it contains markers and words: `<end>turn<sep>`.
+    """Return the text that ends every message if it has markers and words: `<end>turn<sep>`.
 
     There is a single word between two markers. Return "" if no such text ends every message.
 
     >>> _turn_end_with_words("<end>turn<sep> Hello", "<end>turn<sep>", header="<bot>")
     '<end>turn<sep>'
 
-    Also return "" if only the first marker ends the message, because the text after this marker is
-    `header`, which opens an answer:
+    In the next example, only `<end>` ends a message, because `bot<sep>` is the header that opens
+    the next message. The result is then "", too:
 
     >>> _turn_end_with_words("<end>bot<sep> Hello", "<end>bot<sep>", header="bot<sep>")
     ''
@@ -334,7 +350,7 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     turn_end = match.group()
     if not after_user_message.startswith(turn_end):
         return ""
-    after_first_marker = turn_end.removeprefix(leading_marker(turn_end))
+    after_first_marker = turn_end.removeprefix(leading_marker(turn_end))  # `turn<sep>`
     next_header = header.strip()
     contains_next_header = bool(next_header) and next_header in after_first_marker
     return "" if contains_next_header else turn_end
@@ -344,13 +360,14 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
     r"""Return the markup that closes the content, or "" if no markup closes the content.
 
     If several markers open the content, the closing text has several markers, too. Otherwise, the
-    first marker after the content closes the content or ends the message. These are examples of the
-    three cases, in which every message ends with `<|im_end|>`:
+    first marker after the content closes the content or ends the message. In these examples, every
+    message ends with `<|im_end|>`:
 
-        case   before the content    after the content                result
-        1      <|in|>answer<|sep|>   <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
-        2      <answer>              <|im_end|>                       ""
-        3      <answer>              \n</answer><|im_end|>            "\n</answer>"
+        before the content    after the content                result
+        <|in|>answer<|sep|>   <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
+        <answer>              \n</answer><|im_end|>            "\n</answer>"
+        <answer>              <|out|><|im_end|>                "<|out|>"
+        <answer>              <|im_end|>                       ""
 
     Args:
         after: The text after the content of a rendered answer.
@@ -359,15 +376,14 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
     """
     several_markers = compound_closing(after, opening)
     if several_markers:
-        return several_markers  # Case 1
+        return several_markers
     marker = leading_marker(after)
     if not marker:
         return ""
-    # A marker with the name of the opening marker, such as `</answer>` for `<answer>`, always
-    # closes the content. Any other marker closes the content only if it does not end messages.
-    closes_content = marker in closing_spellings(opening)
-    ends_message = marker == EOS_TOKEN or marker in after_user_message
-    if ends_message and not closes_content:
-        return ""  # Case 2
     space_before_marker, _, _ = after.partition(marker)
-    return space_before_marker + marker  # Case 3
+    closing = space_before_marker + marker
+    if marker in closing_spellings(opening):
+        return closing  # `</answer>` always closes `<answer>`.
+    # Any other marker closes the content, unless the marker ends messages.
+    ends_message = marker == EOS_TOKEN or marker in after_user_message
+    return "" if ends_message else closing

@@ -126,8 +126,13 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
 def _find_turn_start(prober: Prober, prompts: Sequence[str], answers: Sequence[str]) -> str:
     """Return the text with which the model's turn starts in all renderings.
 
+    Usually, the result is the start of the generation prompt that occurs in all renderings.
     Example: one prompt ends with `<|assistant|>`, and another prompt ends with
     `<|assistant|><think>`. The result is `<|assistant|>`.
+
+    Some templates ignore `add_generation_prompt`, and write the assistant's header after each
+    question, as in `QUESTION<|end|><|assistant|>`. Then the result is the text with which all
+    answers start after the question: `<|end|><|assistant|>`.
 
     Args:
         prober: Renders conversations with the template.
@@ -137,20 +142,19 @@ def _find_turn_start(prober: Prober, prompts: Sequence[str], answers: Sequence[s
     question = _rendered_question(prober)
     default_prompt = prober.render(_PROMPT) or question  # The template may fail to render a prompt.
     generation_prompt = _cut_generation_prompt(question, default_prompt)
-    if not generation_prompt.strip():
-        # Some templates ignore `add_generation_prompt`, and write the assistant's header after each
-        # question, as in `QUESTION<|end|><|assistant|>`. Then the start of the model's turn is the
-        # text after the question.
-        return _prefix_of_all_answers(text_after_last(default_prompt, USER_TEXT), answers)
+    if not generation_prompt.strip():  # The template ignores `add_generation_prompt`.
+        after_question = text_after_last(default_prompt, USER_TEXT)
+        return _common_start_of_answers(after_question, answers)
     prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
     return _prefix_in_all_renderings(generation_prompt, [*answers, *prompt_ends])
 
 
 def _drop_start_of_answer(turn_start: str, answers: Sequence[str], user_header: str) -> str:
-    """Remove the start of the answer: `<|assistant|><think></think>` becomes `<|assistant|>`.
+    """Remove the text after the header, because this text is the start of the answer.
 
     Three steps remove different texts that may follow the header in every answer: an empty block of
     reasoning, the opening marker of reasoning, and text that a header of this form cannot contain.
+    In this example, `<|assistant|>` is the header:
 
     >>> _drop_start_of_answer("<|assistant|><think></think>", [], user_header="<|user|>")
     '<|assistant|>'
@@ -200,19 +204,20 @@ def _prefix_in_all_renderings(generation_prompt: str, renderings: Sequence[str])
     >>> _prefix_in_all_renderings("<|a|><think>", ["<|end|><|a|>Hello", "<|end|><|a|><think>"])
     '<|a|>'
     """
-    # In the example, these prefixes are `<|a|>` and `<|a|><think>`.
+    # In the example, these prefixes are `<|a|>` and `<|a|><think>`. The shortest of them occurs in
+    # all renderings.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
     return min(found_prefixes, key=len, default=generation_prompt)
 
 
-def _prefix_of_all_answers(after_question: str, answers: Sequence[str]) -> str:
+def _common_start_of_answers(after_question: str, answers: Sequence[str]) -> str:
     """Return the longest prefix of `after_question` with which each of the `answers` starts.
 
     All these texts follow a user's question in a rendering. The result is "" if there are no
     answers.
 
-    >>> _prefix_of_all_answers("<|end|><|a|>", ["<|end|><|a|>Hello", "<|end|><|a|><call>"])
+    >>> _common_start_of_answers("<|end|><|a|>", ["<|end|><|a|>Hello", "<|end|><|a|><call>"])
     '<|end|><|a|>'
     """
     prefixes = [common_prefix(after_question, answer) for answer in answers]
@@ -283,15 +288,19 @@ def _drop_opening_marker(turn_start: str, answers: Sequence[str]) -> str:
     write `<think>` after the header of every answer, so `turn_start` ends with this marker. If
     `turn_start` does not end with an opening marker, it is returned unchanged.
 
+    In the example, `</think>` follows `<think>` in an answer. This shows that `<think>` opens
+    reasoning, and is not a part of the header:
+
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
     '<|assistant|>'
     """
     last_marker = trailing_marker(turn_start)
-    if not last_marker or not _is_closed_in_answers(last_marker, turn_start, answers):
+    if not last_marker:
         return turn_start
+    opens_reasoning = _is_closed_in_answers(last_marker, turn_start, answers)
     before_marker, _, _ = turn_start.rpartition(last_marker)
-    return before_marker
+    return before_marker if opens_reasoning else turn_start
 
 
 def _is_closed_in_answers(marker: str, turn_start: str, answers: Sequence[str]) -> bool:
@@ -329,9 +338,9 @@ def _user_header(rendered_question: str) -> str:
     if not roles:
         return ""
     last_role_start = roles[-1].start()
-    starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
-    # A marker may contain the role, as in `<|user|>`. Such a marker starts before the role, too.
-    starts_before_role = [start for start in starts if start <= last_role_start]
+    # In `<|start|>user` and in `<|user|>`, the marker starts before the word "user".
+    marker_starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
+    starts_before_role = [start for start in marker_starts if start <= last_role_start]
     return end_of_text[starts_before_role[-1] :] if starts_before_role else ""
 
 

@@ -40,17 +40,17 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     families = _families_of(section)
     if not families:
         return section
-    # Only the rendered form of a tool call has the markers of the families, so only this form gets
-    # the alternative JSON keys of the families.
+    # The first call of a section is the form that the template renders. The registered families
+    # were found by the markers of this form, so only this form gets their alternative JSON keys.
     rendered_call, *other_calls = section.calls
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
-    sections = (section, *families)
+    all_sections = (section, *families)
     return replace(
         section,
         calls=(*calls, *_new_variants(families, calls, rendered_call.body)),
         # The alternative markers before and after all tool calls of a message.
-        also_open=_union(each.also_open for each in sections),
-        also_close=_union(each.also_close for each in sections),
+        also_open=_union(each.also_open for each in all_sections),
+        also_close=_union(each.also_close for each in all_sections),
     )
 
 
@@ -77,25 +77,30 @@ def _new_variants(
     the first way, with the body `rendered_body`. The other ways are the variants. Of several
     variants with equal markup (see `_markup_of`), only the first one is returned.
     """
-    variant_by_markup: dict[_CallMarkup, Call] = {}
+    known_markup = {_markup_of(call) for call in known_calls}
+    new_variants = []
     for family in families:
         for variant in _other_variants(family, rendered_body):
-            variant_by_markup.setdefault(_markup_of(variant), variant)  # Keeps the first variant.
-    known_markup = {_markup_of(call) for call in known_calls}
-    return [variant for markup, variant in variant_by_markup.items() if markup not in known_markup]
+            markup = _markup_of(variant)
+            if markup not in known_markup:
+                known_markup.add(markup)
+                new_variants.append(variant)
+    return new_variants
 
 
 def _other_variants(family: ToolSection, rendered_body: Body) -> list[Call]:
     """Return all ways in which a family of models writes a tool call, except the first way.
 
-    The body is the part of a tool call between its markers. If a variant has the body of the first
-    way, its body is replaced with `rendered_body`, which was inferred from the template. Example:
-    the family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
-    `<call>OTHER</call>`. The result contains `[call]OTHER`.
+    The body is the part of a tool call between its markers. The template renders the first way, but
+    the body in the template (`rendered_body`) may differ from the body that the family declares.
+    Then this difference also applies to each variant with the declared body. Example: the family
+    declares `<call>BODY</call>` and `[call]BODY`, and the template renders `<call>OTHER</call>`.
+    The result contains `[call]OTHER`.
     """
-    first, *variants = family.calls
+    first_way, *variants = family.calls
+    declared_body = first_way.body
     return [
-        replace(variant, body=rendered_body) if variant.body == first.body else variant
+        replace(variant, body=rendered_body) if variant.body == declared_body else variant
         for variant in variants
     ]
 
@@ -188,12 +193,12 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
 
     The copy accepts the alternative keys of each family (`Keys.also`), such as "parameters" instead
     of "arguments", and ignores the same keys as each family (`Keys.extra`), such as "type". If
-    `call` has no JSON keys, see `_keys_of`, it is returned unchanged.
+    `call` is not JSON, or if the function's name is itself a key, `call` is returned unchanged.
     """
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
-    # A family may have several ways to write a tool call. Its templates render the first of them.
+    # A family may declare several forms of a tool call. The first form is the one in its templates.
     keys_of_families = [_keys_of(family.calls[0]) for family in families]
     all_keys = [body.keys, *(keys for keys in keys_of_families if keys is not None)]
     accepted_keys = replace(

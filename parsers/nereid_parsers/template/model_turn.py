@@ -154,7 +154,7 @@ def _last_input(conversation: Conversation, rendering: str) -> str:
 
 
 def prompt_after_header(prompt: str, header: str) -> str:
-    r"""Return the text that follows the last `header` in a prompt, for example `<think>`.
+    r"""Return the text that follows the last `header` in a prompt.
 
     The header opens the model's answer. Example: if the header is "<|im_start|>assistant\n", the
     prompt "... <|im_start|>assistant\n<think>\n" gives "<think>\n". Return "" if the header does
@@ -219,14 +219,14 @@ def header_after_result(turn: ModelTurn) -> str:
     """Return the header that the model must write after a tool's result, or "" if there is none.
 
     A header is the text that opens an assistant message, such as `<|assistant|>`. Usually the
-    prompt ends with the header, so the model starts directly with the answer. Some templates omit
-    the header only at the end of a prompt with a tool's result:
+    prompt ends with the header, so the model starts directly with the answer. In some templates, a
+    prompt with a tool's result lacks the header, but the rendered answer to the result has it:
 
         end of the prompt                 RESULT</result>
         end of a rendered conversation    RESULT</result><|assistant|>CONTENT
 
-    The model then writes the header `<|assistant|>`, and the parser must remove the header from the
-    output. In all other cases, the result is "".
+    The model then writes the header `<|assistant|>` itself, and the parser must remove the header
+    from the output. In all other cases, the result is "".
     """
     header = turn.header.strip()
     if not markers(header):
@@ -269,10 +269,10 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()  # A header without a marker cannot be distinguished from other text.
     prompt_end = _prompt_end_after_result(turn.prober)
-    # If the template does not render a tool's result (`prompt_end` is None), or if the header also
-    # opens the answer after a tool's result, the parser needs only the header.
-    if prompt_end is None or header in prompt_end:
-        return (header,)
+    if prompt_end is None:
+        return (header,)  # The template does not render a tool's result.
+    if header in prompt_end:
+        return (header,)  # The header also opens the answer after a tool's result.
     other_marker = trailing_marker(_strip_suffixes(prompt_end, reasoning_markers))
     if not other_marker:
         # No text opens the answer, so the parser would find the header of an earlier message.

@@ -185,7 +185,7 @@ class Prober:
         )
 
     def record_source_finding(self, name: str, finding: str) -> None:
-        """Add a finding that comes from the source of the template to `comparisons`.
+        """Record a finding for the report that comes from the source of the template.
 
         Example: "A string constant of the template contains '</think>'." is such a finding. Each
         entry of the report consists of a finding and two renderings. For this finding, both are the

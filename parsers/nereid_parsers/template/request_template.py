@@ -200,8 +200,8 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
     """Cut a rendered prompt at the end of the last message, which the model will continue.
 
-    Before the rendering, `_END_WORD` and a space were appended to the last message. The prompt is
-    cut before `_END_WORD`:
+    Before the rendering, `_END_WORD`, an invented word, and a space were appended to the last
+    message. The prompt is cut before `_END_WORD`:
 
     >>> _cut_at_message_end(f"<assistant>Well, {_END_WORD} </assistant>", "Well, ")
     '<assistant>Well, '
@@ -215,10 +215,11 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
     `final_text` is the last text of the last message, without `_END_WORD`.
 
     Raises:
-        ContinuationRefused: The template has not written the whole `final_text`.
+        ContinuationRefused: The template has not written `_END_WORD`, or `rendered` contains
+            `final_text` nowhere.
     """
     up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
-    # `final_text` may be at any place, because transformers also accepts the text at any place.
+    # Like transformers, this check accepts a `final_text` that is not directly before `_END_WORD`.
     contains_final_text = final_text.strip() in rendered
     if not end_word or not contains_final_text:
         raise ContinuationRefused(

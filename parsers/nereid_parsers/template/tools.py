@@ -181,24 +181,24 @@ def _add_format(
 ) -> ToolFindings:
     """Return a copy of `findings` with the inferred format of tool calls.
 
-    `call_format` was inferred from the rendered tool calls in `texts`. If it gives no valid tool
-    section, the copy contains only the name of the form and the end markers.
+    `call_format` was inferred from the rendered tool calls in `texts`. The copy contains the name
+    of the form, such as "JSON", the end markers and the tool section, which is the declaration of
+    all tool calls of a message. If the tool section is invalid, it is left out.
 
     Mutates: `undecided`. If the tool section is invalid, a sentence with the reason is appended.
     """
-    findings_with_form = _add_form(findings, call_format)
+    findings_with_form = _add_form_and_end_markers(findings, call_format)
     try:
-        section = _tool_section(call_format)
+        rendered_section = _tool_section(call_format)
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
         return findings_with_form
-    section_with_all_calls = add_call_without_arguments(section, call_format, texts.no_arguments)
-    # Related models may write tool calls with other markers. `add_family_variants` adds
-    # descriptions of these tool calls.
-    return replace(findings_with_form, part=add_family_variants(section_with_all_calls))
+    section = add_call_without_arguments(rendered_section, call_format, texts.no_arguments)
+    # Related models may write tool calls in other ways, which the template does not render.
+    return replace(findings_with_form, part=add_family_variants(section))
 
 
-def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:
+def _add_form_and_end_markers(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:
     """Return a copy of `findings` with the form of the tool calls and the markers after them.
 
     Example: if `call_format` was inferred from the rendered tool calls "<calls>..</calls><|end|>",
@@ -277,7 +277,8 @@ def render_two_calls(renderer: CallRenderer) -> str:
     message. In the result, placeholders replace the numbers and ids of tool calls.
     """
     text = renderer.text_of_calls(*TWO_CALLS)
-    # The three words are invented, so only two rendered tool calls contain all of them.
+    # The three words are invented. The first occurs only in the first tool call, and the other two
+    # occur only in the second tool call.
     is_rendered = all(word in text for word in (FIRST_TOOL, SECOND_TOOL, SECOND_VALUE))
     return text if is_rendered else ""
 
@@ -311,11 +312,11 @@ def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None
 
     The result has two parts:
 
-    - Some templates write the content and the tool call as two turns, as in
-      "CONTENT<|end|><|start|>assistant<call>..". The first part of the result is then `<|end|>`,
-      which ends the first turn, and `<|start|>assistant`, which opens the second turn.
-    - Some templates open the content with a different text if a tool call follows. The second part
-      of the result is then this text.
+    - `turn_markers`: Some templates write the content and the tool call as two turns, as in
+      "CONTENT<|end|><|start|>assistant<call>..". In this example, the markers are `<|end|>`, which
+      ends the first turn, and `<|start|>assistant`, which opens the second turn.
+    - `content_opening`: Some templates open the content with `<|note|>` if a tool call follows, but
+      with `<|answer|>` in a message without tool calls. In this example, the text is `<|note|>`.
 
     Return None if the template does not render both the content and the tool call.
     """
@@ -333,20 +334,21 @@ def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None
 def _opening_only_with_calls(renderer: CallRenderer, before_content: str) -> str:
     """Return the text that opens the content only in messages with a tool call, or "".
 
-    `before_content` is the text before the content of a message with a tool call. In these
-    examples, `<|answer|>` opens the content of messages without tool calls:
+    `before_content` is the text before the content of a message with a tool call. The wrapper of
+    the renderer contains the texts around the content of messages without tool calls. In these
+    examples, `renderer.wrapper.open` is `<|answer|>`:
 
         before_content   result
         `<|note|>`       `<|note|>`
         `<|answer|>`     "", because this text does not depend on the tool call
     """
-    if renderer.wrapper is None:
+    usual_wrapper = renderer.wrapper
+    if usual_wrapper is None:
         return ""  # No text opens the content of messages without tool calls.
     opening = strip_reasoning_markers(before_content, renderer.reasoning).strip()
     if not leading_marker(opening):
         return ""  # The text is not a marker, so it belongs to the content.
-    opening_without_calls = renderer.wrapper.open.strip()
-    return "" if opening == opening_without_calls else opening
+    return "" if opening == usual_wrapper.open.strip() else opening
 
 
 def _record_content_before_call(prober: Prober, before_call: _MarkupBeforeCall) -> None:

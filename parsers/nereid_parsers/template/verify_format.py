@@ -35,13 +35,13 @@ from nereid_parsers.template.probe import restore_numbers_and_ids
 from nereid_parsers.template.reasoning.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
-# The names of the `Proof`s for messages with one tool call. If such a proof shows that the parser
-# returns a wrong tool call, the analysis removes the tool calls from the format.
+# The names of the test messages with one tool call. If the parser returns a wrong tool call for one
+# of these messages, the analysis removes the tool calls from the format.
 _NAME_OF_ONE_CALL = "one call"
 _NAME_OF_TWO_ARGUMENTS = "a call with two arguments"
 ONE_CALL_PROOFS = (_NAME_OF_ONE_CALL, _NAME_OF_TWO_ARGUMENTS)
-# The analysis has inferred the markers from another reasoning text. Some templates write the length
-# of the reasoning into a marker, so this text has another length.
+# This text is longer than REASONING_TEXT, from which the analysis has inferred the markers. If a
+# template writes the length of the reasoning into a marker, the inferred marker is then missing.
 _OTHER_REASONING = f"{REASONING_TEXT}\n\nThen Numbat decides."
 _CALL_WITH_SPECIAL_CHARACTERS = ProbeCall(arguments=((FIRST_KEY, 'a "b" \\n <c> & {d: [1, 2]}\n'),))
 
@@ -161,7 +161,9 @@ def _answer_to_question(
         <bot><think>         <bot><think>Hm.</think>Hello.<end>     Hm.</think>Hello.
         <bot><think></think> <bot></think>Hello.<end>               Hello.
 
-    Return None if the template does not render the answer.
+    In the second example, the prompt already contains `</think>`, so a model would not write this
+    marker, although the rendered answer repeats it. Return None if the template does not render the
+    answer.
     """
     answer = turn.generated_text(conversation)  # Without the header and the end markers.
     if answer is None:
@@ -211,19 +213,19 @@ def _samples(reasoning: ReasoningFindings, tools: ToolFindings) -> Iterator[_Sam
 def _samples_with_reasoning(reasoning: ReasoningFindings, *, has_calls: bool) -> Iterator[_Sample]:
     """Yield conversations whose answers have reasoning.
 
-    The first is the conversation with which the analysis has found reasoning. If the analysis has
-    found no reasoning, this conversation is omitted. The answers of the others have a longer
-    reasoning text, because some templates write the length of the reasoning into a marker. If the
-    template renders tool calls (`has_calls`), two of the answers also have a tool call.
+    The first is the conversation in which the analysis has found reasoning, if there is one. The
+    others have a longer reasoning text, because some templates write the length of the reasoning
+    into a marker. They are yielded even if the analysis has found no reasoning, because a template
+    may render reasoning where the analysis does not expect it, for example after the content. If
+    the template renders tool calls (`has_calls`), two of the answers also have a tool call.
     """
-    switches = NO_SWITCHES
-    if reasoning.conversation is not None:
-        yield _Sample("reasoning", reasoning.conversation)
+    conversation_of_analysis = reasoning.conversation
+    if conversation_of_analysis is None:
+        switches = NO_SWITCHES
+    else:
+        yield _Sample("reasoning", conversation_of_analysis)
         # Some templates render reasoning only if a thinking switch has this setting.
-        switches = reasoning.conversation.switches
-    # A template may render reasoning at another place than the analysis expects, for example after
-    # the content. Therefore, these conversations are also yielded if the analysis has found no
-    # reasoning.
+        switches = conversation_of_analysis.switches
     answers = {"reasoning and content": AssistantMessage(CONTENT_TEXT, _OTHER_REASONING)}
     if has_calls:
         answers |= {

@@ -62,8 +62,10 @@ def calls_with_head(
 ) -> tuple[Call, ...]:
     """Declare the forms of a tool call whose name precedes the arguments, as in `f{"a": 1}`.
 
-    The result contains one `Call` for each form of the header. Most headers have only one form. In
-    the header, the field `{name}` replaces the function's name:
+    The header is the text around the name, without the opening marker of the tool call. The result
+    contains one `Call` for each form in which a model may write the header. There are several forms
+    only if the template renders an id such as `functions.f:0` instead of the name. In the header,
+    the field `{name}` replaces the function's name:
 
     >>> [call] = calls_with_head("<call><function=", ">", JsonArguments(), close="</call>")
     >>> call.open, call.head, call.close
@@ -72,7 +74,8 @@ def calls_with_head(
     Args:
         before_name: The rendered text from the start of the tool call to the name.
         after_name: The rendered text between the name and the arguments.
-        body: The declaration of the arguments.
+        body: The declaration of the arguments. It shows whether a marker before the name opens a
+            tool call, or precedes each argument, too.
         close: The rendered text after the arguments.
     """
     opening, head_start = _split_text_before_name(before_name, body)
@@ -103,7 +106,8 @@ def _split_text_before_name(text: str, body: ArgumentsBody) -> _TextBeforeName:
         # header `<|sep|>{name}`.
         return _TextBeforeName(opening="", head_start=text)
     head_start = without_space.removeprefix(marker).lstrip()
-    return _TextBeforeName(opening=text.removesuffix(head_start), head_start=head_start)
+    marker_with_space = text.removesuffix(head_start)
+    return _TextBeforeName(opening=marker_with_space, head_start=head_start)
 
 
 def _opening_marker(text: str) -> str:
@@ -138,19 +142,20 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 def _forms_of_header(head: str) -> list[_HeaderForm]:
     """Return the forms in which a model may write the header of a tool call.
 
-    `head` is the pattern of the header that the template renders. Usually, as for `<call>{name}`,
-    models write only this form. Some templates render a numbered id, such as `functions.f:0`,
-    instead of the name `f`. A model may then write the id, the id without "functions.", or only the
-    name:
+    `head` is the pattern of the header that the template renders. Usually, models write only this
+    form. The attribute `id` of a form is the template of the tool call's id. `{id}` is the default:
+    the tool call has the id in the field `{id}` of the header, or no id if there is no such field.
+
+    >>> _forms_of_header("<call>{name}")
+    [_HeaderForm(head='<call>{name}', id='{id}')]
+
+    Some templates render a numbered id, such as `functions.f:0`, instead of the name `f`. A model
+    may then write the id, the id without "functions.", or only the name:
 
     >>> for form in _forms_of_header("<call>functions.{name}:{number}"): print(form)
     _HeaderForm(head='<call>functions.{name}:{number}', id='functions.{name}:{number}')
     _HeaderForm(head='<call>{name}:{number}', id='{name}:{number}')
     _HeaderForm(head='<call>{name}', id='{id}')
-
-    The attribute `id` is the template of the tool call's id. The template `{id}` means that the
-    header has a field for the id. In this example, the last header has no such field, so a tool
-    call with this header has no id.
     """
     before_id, numbered_id, after_id = head.partition(_NUMBERED_ID)
     if not numbered_id:

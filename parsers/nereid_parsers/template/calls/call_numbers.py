@@ -43,7 +43,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
-    # The number of a tool call always has the same distance from the function's name.
+    # In all texts, the number of a tool call has the same distance from the function's name. The
+    # distance, the gap, is measured in the text with two tool calls, because their numbers differ.
     gaps = _find_number_gaps(texts.two_calls)
     return CallTexts._make(_mask_numbers(text, gaps) for text in texts)
 
@@ -51,8 +52,10 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """Find the distances between a function's name and the number of its tool call.
 
-    The number of the second tool call is the number of the first tool call plus one. To find the
-    numbers, the texts before the two names are compared, and then the texts after the two names.
+    The number of the second tool call is the number of the first tool call plus one. The text
+    before the first name is compared with all text before the second name, character by character,
+    starting at the names. The texts after the names are compared in the same way. If the first
+    characters that differ are two such digits, these digits are the numbers.
 
     >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
     _NumberGaps(before_name=1, after_name=None)
@@ -61,8 +64,8 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
-    # The text before each name is reversed, so that an index counts from the name. Example: the
-    # text before the name in `0 f` becomes ` 0`, in which the digit has the index 1.
+    # `_index_of_next_digit` compares two texts from left to right, so the texts before the names
+    # are reversed. Example: `0 f` and `1 g` give ` 0` and ` 1`, and the digits have the index 1.
     return _NumberGaps(
         before_name=_index_of_next_digit(before_first_name[::-1], before_second_name[::-1]),
         after_name=_index_of_next_digit(after_first_name, after_second_name),
@@ -70,9 +73,10 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
 
 
 def _index_of_next_digit(first: str, second: str) -> int | None:
-    """Return the index at which a digit in `first` becomes the next higher digit in `second`.
+    """Return the index of the first characters that differ, if they are digits such as 0 and 1.
 
-    Return None if the first differing characters are not such digits, or if no characters differ.
+    The digit in `second` must be greater by one than the digit in `first`. Return None if other
+    characters differ first, or if no characters differ.
 
     >>> _index_of_next_digit(" index=0>", " index=1>")
     7
@@ -87,7 +91,7 @@ def _index_of_next_digit(first: str, second: str) -> int | None:
 
 
 def _is_next_digit(char: str, next_char: str) -> bool:
-    """Return whether `next_char` is the next higher digit after the digit `char`.
+    """Return whether `next_char` is a digit that is greater by one than the digit `char`.
 
     >>> _is_next_digit("0", "1"), _is_next_digit("0", "5"), _is_next_digit("a", "b")
     (True, False, False)
@@ -100,8 +104,8 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     r"""In rendered tool calls, replace the number of each tool call with COUNTER_MARK.
 
     A message contains at most two tool calls, so each number is a single digit. `gaps` contains the
-    distances between a function's name and the digits before and after the name. A character at
-    this distance that is no digit remains unchanged.
+    distances between a function's name and the digits before and after the name. A distance is None
+    if there is no such digit. A character at this distance that is no digit remains unchanged.
 
     >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
     '\ufdd0 zqFirstTool, \ufdd0 zqSecondTool'
@@ -110,9 +114,11 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     for name in (FIRST_TOOL, SECOND_TOOL):
         if name in masked:
             before_name, _, after_name = masked.partition(name)
-            # The text before the name is reversed, so that an index counts from the name.
+            # `gaps.before_name` counts from the name to the left, so it is an index of the reversed
+            # text before the name.
             masked_before = _mask_digit(before_name[::-1], gaps.before_name)[::-1]
-            masked = masked_before + name + _mask_digit(after_name, gaps.after_name)
+            masked_after = _mask_digit(after_name, gaps.after_name)
+            masked = masked_before + name + masked_after
     return masked
 
 

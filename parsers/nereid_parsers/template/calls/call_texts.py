@@ -110,15 +110,15 @@ class _TextAfterCalls(NamedTuple):
 def split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
     """Split the text after the tool calls: find the end of the list and the end of the turn.
 
-    `markup` is the markup of the list of tool calls. In this example, `<|end|>` ends the message:
+    `markup` is the markup of the list of tool calls. Each marker that opens the list has a marker
+    that closes the list. All later markers end the message. In this example, one marker opens the
+    list, so `<|end|>` ends the message:
 
     >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
     _TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
 
     Other text between the end markers, such as a line break, is omitted from the result.
     """
-    # The first `num_closing_markers` markers close the list of tool calls. The markers after them
-    # end the message.
     num_closing_markers = _num_closing_markers(markup.open)
     turn_ends = list(MARKER.finditer(markup.close))[num_closing_markers:]
     if not turn_ends:
@@ -128,7 +128,7 @@ def split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
 
 
 def _num_closing_markers(opening: str) -> int:
-    """Return how many markers close a list of tool calls that the text `opening` opens.
+    """Return how many markers close a list of tool calls. `opening` is the text before the list.
 
     >>> _num_closing_markers("<turn><calls>"), _num_closing_markers("Calls:")
     (2, 1)

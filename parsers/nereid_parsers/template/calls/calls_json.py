@@ -100,7 +100,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 
 
 def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | None:
-    """Infer how a template writes tool calls if it writes one tool call as a JSON object.
+    """Infer the format of the tool calls of a template that writes a single call as a JSON object.
 
     `json_of_call` is this object. There are three ways in which the template may write two tool
     calls:
@@ -120,6 +120,7 @@ def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | N
         return None
     is_one_array = two_calls.is_one_value and isinstance(two_calls.first.value, list)
     if is_one_array:
+        # `two_calls.first` and `two_calls.second` represent the same array.
         return _declare_object_and_array(keys, json_of_call, array=two_calls.first)
     markup = two_calls.markup()
     possible_bodies = _object_and_possible_array(keys, markup)
@@ -155,14 +156,14 @@ def _declare_object_and_array(
 ) -> CallFormat:
     """Declare the tool calls of a template that writes one call as an object, two as an array.
 
-    A model may write both forms, so the result declares the array and the object. Examples:
+    A model may write both forms, so the result declares the array and the object. The markers
+    around the array, such as `<calls>`, are declared as the markers around all tool calls of a
+    message. The markers around the object are declared as a part of a single tool call, but only if
+    they are other markers:
 
-        one tool call          two tool calls                  declared object
-        `<call>{..}</call>`    `<call>[{..}, {..}]</call>`     `{..}`
-        `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`   `<call>{..}</call>`
-
-    In the first example, the result declares `<call>` and `</call>` as the markers around all tool
-    calls of a message. Therefore, the declaration of the object does not contain these markers.
+        template writes one call    template writes two calls       declared object
+        `<call>{..}</call>`         `<calls>[{..}, {..}]</calls>`   `<call>{..}</call>`
+        `<calls>{..}</calls>`       `<calls>[{..}, {..}]</calls>`   `{..}`
 
     Args:
         keys: The JSON keys of a tool call.
@@ -170,16 +171,17 @@ def _declare_object_and_array(
         array: The JSON in the rendering of two tool calls, and the text around this JSON.
     """
     array_format = _declare_one_array(keys, array)
-    has_equal_markers = single_object.before.strip() == array_format.markup.open.strip()
-    if has_equal_markers:
-        object_call = Call(JsonObject(keys))
-    else:
+    before_all_calls = array_format.markup.open  # `<calls>`
+    has_own_markers = single_object.before.strip() != before_all_calls.strip()
+    if has_own_markers:
         object_call = Call(JsonObject(keys), open=single_object.before, close=single_object.after)
+    else:
+        object_call = Call(JsonObject(keys))
     return replace(array_format, calls=(*array_format.calls, object_call))
 
 
 def _read_arrays(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | None:
-    """Infer how a template writes tool calls if it writes one tool call as a JSON array.
+    """Infer the format of the tool calls of a template that writes a single call as a JSON array.
 
     `json_of_call` is this array. A template writes one array for each tool call, or one array for
     all tool calls:
@@ -208,9 +210,10 @@ def _declare_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat
         only a marker before the array    `[TOOL_CALLS][{..}, {..}]`
         all other cases                   `<calls>[{..}, {..}]</calls>`
 
-    In the first case, the marker is declared as the opening marker of each array. In the second
-    case, the markers are declared as markers around all tool calls, because a model may also write
-    several arrays or objects between these markers.
+    In the first case, the marker is declared as the opening marker of each array, because no
+    closing marker shows where a list of several arrays would end. In the second case, the markers
+    are declared as markers around all tool calls, because a model may also write several arrays or
+    objects between these markers.
     """
     has_only_opening = bool(array.before.strip()) and not array.after.strip()
     if has_only_opening:
@@ -332,6 +335,8 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
         return None
     _, _, after_name = json_of_call.before.partition(FIRST_TOOL)  # `<args>`
     calls = calls_with_head(
+        # `json_of_call.before` may also contain a marker before all tool calls, such as `<calls>`.
+        # `markup.item_open` contains only the text before each tool call.
         before_name=markup.item_open,
         after_name=after_name,
         body=JsonArguments(),

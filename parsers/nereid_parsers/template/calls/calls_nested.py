@@ -47,10 +47,11 @@ class _NestedCall(NamedTuple):
 
 
 def read_nested(texts: CallTexts) -> CallFormat | None:
-    """Infer how a template writes XML elements as arguments if a marker precedes every tag.
+    """Infer how a template writes tool calls whose arguments are XML elements with a marker.
 
-    Example: in the tool call `<c>f #<city>Rome#</city></c>`, the marker is `#`. Return None if the
-    arguments have another form, or if no marker precedes every tag.
+    The marker precedes every tag. Example: in the tool call `<c>f #<city>Rome#</city></c>`, the
+    marker is `#`. Return None if the arguments have another form, or if no marker precedes every
+    tag.
     """
     call = _split_nested_call(texts.two_arguments)
     if call is None:
@@ -61,7 +62,8 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
         calls_markup = ListMarkup(item_open=call.before_name, item_close=call.after_arguments)
     if calls_markup is None:
         return None
-    # If `#` also precedes `<c>`, `item_close` wrongly contains the `#` of the second tool call.
+    # If the template writes `#<c>f..#</c>#<c>g..#</c>`, `#</c>` closes a tool call. But
+    # `calls_markup.item_close` is `#</c>#`, with the marker of the next `<c>`.
     markup = _move_marker_to_next_tag(calls_markup, call.tag_marker)
     calls = calls_with_head(
         before_name=markup.item_open,  # `<c>`
@@ -84,12 +86,12 @@ def _split_nested_call(two_arguments: str) -> _NestedCall | None:
     pieces = split_at_words(two_arguments, FIRST_TOOL, _FIRST_OPENING_TAG, _SECOND_CLOSING_TAG)
     if pieces is None:
         return None
-    before_name, before_first_tag, arguments, after_arguments = pieces
+    before_name, space_and_marker, arguments, after_arguments = pieces
     # Only the marker is between the first value, `Rome`, and its closing tag, `</city>`.
     tag_marker = (text_between(arguments, FIRST_VALUE, _FIRST_CLOSING_TAG) or "").strip()
     if not tag_marker:  # `read_tagged` reads tags without a marker.
         return None
-    after_name = before_first_tag.removesuffix(tag_marker)
+    after_name = space_and_marker.removesuffix(tag_marker)
     return _NestedCall(before_name, after_name, tag_marker, after_arguments)
 
 
@@ -107,11 +109,12 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(markup: ListMarkup, marker: str) -> ListMarkup:
-    """Move the marker at the end of `item_close` to the start of the next tags.
+    """Remove the marker at the end of `item_close`, and add the marker to the tags that follow.
 
     Example: in `@@<all>@@<c>f..@@</c>@@<c>g..@@</c>@@</all>`, the marker `@@` precedes every tag.
     Because `@@</c>@@` follows each of the two calls, `markup.item_close` is `@@</c>@@`. But the
-    second `@@` of this text belongs to the next tag, which is `<c>` or `</all>`:
+    second `@@` of this text belongs to the tag that follows, which is `<c>` or `</all>`. For the
+    same reason, the second `@@` of `markup.open` belongs to the first `<c>`:
 
     >>> markup = ListMarkup("@@<all>@@", item_open="<c>", item_close="@@</c>@@", close="</all>")
     >>> fixed = _move_marker_to_next_tag(markup, "@@")
@@ -124,7 +127,7 @@ def _move_marker_to_next_tag(markup: ListMarkup, marker: str) -> ListMarkup:
         return markup
     return replace(
         markup,
-        open=markup.open.removesuffix(marker),  # The removed marker belongs to the first `<c>`.
+        open=markup.open.removesuffix(marker),
         item_open=marker + markup.item_open,
         item_close=markup.item_close.removesuffix(marker),
         close=marker + markup.close,

@@ -107,10 +107,11 @@ def _declare_python_section(markup: ListMarkup, name_suffix: str) -> CallFormat:
         calls = tuple(Call(form) for form in section.forms)
         section_markup = ListMarkup(open=section.opening, close=section.closing)
         return CallFormat("Python calls", calls, section_markup)
-    # In `<calls>f(a="x")`, no marker closes the list of tool calls. Therefore, `<calls>` is
-    # declared as the opening marker of a tool call. Only the form that the template writes is
-    # declared.
-    call = Call(section.forms[0], open=section.opening)
+    # In `<calls>f(a="x")`, no marker closes the list of tool calls. Therefore, `<calls>` is not
+    # declared as a marker around all tool calls, but as the opening marker of one `Call`, whose
+    # body is the list. Only the form that the template writes is declared.
+    form_of_template = section.forms[0]
+    call = Call(form_of_template, open=section.opening)
     return CallFormat("Python calls", (call,), ListMarkup())
 
 
@@ -124,7 +125,8 @@ def _infer_python_section(markup: ListMarkup, name_suffix: str) -> _PythonSectio
         `<calls>[f(a="x")]</calls>`    `[f(a="x"), g()]` and `f(a="x"), g()`
         `<calls>f(a="x")</calls>`      `f(a="x"), g()`
     """
-    # No markers enclose each call, so `item_open` and `item_close` are only white space.
+    # No markers enclose each call, so `item_open` and `item_close` are only white space. The three
+    # texts below are the whole texts before the first call, between two calls, and after the last.
     opening = markup.open + markup.item_open
     separator = markup.item_close + markup.separator + markup.item_open
     closing = markup.item_close + markup.close

@@ -109,10 +109,10 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     if markup is None:
         return None
     calls = calls_with_head(
-        before_name=markup.calls.item_open,
-        after_name=markup.arguments.open,
+        before_name=markup.calls.item_open,  # `<call `
+        after_name=markup.arguments.open,  # `>`
         body=_infer_arguments(masked_texts, markup),
-        close=markup.calls.item_close,
+        close=markup.calls.item_close,  # `</call>`
     )
     return CallFormat("tagged arguments", calls, markup.calls)
 
@@ -129,28 +129,25 @@ def _find_markup(texts: CallTexts) -> _TaggedMarkup | None:
         return None
     call = _TwoArguments(*pieces)
     if texts.two_calls:
-        calls_to_last_value = _markup_to_last_value(texts.two_calls)
+        undivided = _markup_with_undivided_close(texts.two_calls)
     else:  # A message can have only one tool call.
-        calls_to_last_value = ListMarkup(
-            item_open=call.before_name, item_close=call.after_last_value
-        )
-    if calls_to_last_value is None:
+        undivided = ListMarkup(item_open=call.before_name, item_close=call.after_last_value)
+    if undivided is None:
         return None
-    # `calls_to_last_value.item_close` is `</arg></call>`. `list_markup` divides this text: `</arg>`
-    # closes each argument, and `</call>`, which follows only the last argument, the tool call.
-    arguments = list_markup(
-        call.before_key, call.between_arguments, after=calls_to_last_value.item_close
-    )
-    calls = replace(calls_to_last_value, item_close=arguments.close)
+    # After the last value, `</arg></call>` closes the argument and the tool call. `list_markup`
+    # finds `</arg>`, which also follows the first value. The rest, `</call>`, closes the tool call.
+    arguments = list_markup(call.before_key, call.between_arguments, after=undivided.item_close)
+    calls = replace(undivided, item_close=arguments.close)
     return _TaggedMarkup(calls, arguments, call.before_value)
 
 
-def _markup_to_last_value(two_calls: str) -> ListMarkup | None:
+def _markup_with_undivided_close(two_calls: str) -> ListMarkup | None:
     """Return the markup of two tool calls. All text after the last value belongs to `item_close`.
 
     Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
-    `item_close` is `</k></c>` and `separator` is `;`. Return None unless each of the two tool calls
-    contains its name, its key and its value in this order.
+    `separator` is `;`, and `item_close` is `</k></c>`, which is not divided into the closing text
+    of the argument and of the tool call. Return None unless each of the two tool calls contains its
+    name, its key and its value in this order.
     """
     return markup_of_two_calls(
         two_calls,
@@ -191,14 +188,14 @@ def _add_escapes(tags: TaggedArguments, rendered_call: str) -> TaggedArguments:
     `rendered_call` is a tool call whose argument is SPECIAL_VALUE, a string with a line break and
     the characters `<&>`. Example: the result declares "html" if the template writes `&lt;` for `<`.
     """
-    # The tags in `tags.also` enclose only values of other types than strings, such as numbers.
+    # The alternative tags `tags.also` enclose numbers and other values that are not strings.
     if json.dumps(SPECIAL_VALUE) in rendered_call:
         # In JSON, only strings contain escape sequences, so `tags.also` is not changed.
         return replace(tags, escapes="json")
     if html.escape(SPECIAL_VALUE) in rendered_call:
-        # In HTML, values of all types may contain escape sequences.
-        also = tuple(replace(form, escapes="html") for form in tags.also)
-        return replace(tags, escapes="html", also=also)
+        # In HTML, values of all types may contain escape sequences, for example an array with "<".
+        tags_of_other_values = tuple(replace(form, escapes="html") for form in tags.also)
+        return replace(tags, escapes="html", also=tags_of_other_values)
     return tags
 
 
@@ -214,9 +211,12 @@ def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArgument
     """
     arguments = markup.arguments
     around_string = _TextAroundArgument(
-        arguments.item_open, markup.before_value, _text_after_plain_string(texts)
+        before_key=arguments.item_open,  # `<p k="`
+        before_value=markup.before_value,  # `">`
+        after_value=_text_after_plain_string(texts),  # `</p></call>`
     )
-    # The text between two arguments, such as a line break, becomes a part of the closing tag.
+    # The text `</p></call>` also closes the tool call, so the closing tag `</p>` comes from
+    # `markup`. The text between two arguments, such as a line break, is added to the closing tag.
     string_close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(around_string.opening_tag(), string_close)
     around_number = _text_around_number(texts.number, arguments)
@@ -228,16 +228,22 @@ def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArgument
 def _text_around_number(call: str, arguments: ListMarkup) -> _TextAroundArgument | None:
     """Return the texts around the only argument of a rendered tool call, which is the number 41.
 
-    Return None if `call`, the rendered tool call, does not contain the number as the text "41".
-    `arguments` is the markup of arguments that are strings.
+    Example: in `<call f><p k="a">41</p></call>`, `<p k="` precedes the key, `">` precedes the
+    number, and `</p></call>` follows the number. Return None if `call`, the rendered tool call,
+    does not contain the number as the text "41". `arguments` is the markup of the arguments in a
+    tool call with strings. In the example, `arguments.open` is `>`, and `arguments.item_open` is
+    `<p k="`.
     """
     around_number = _text_around_argument(call, _NUMBER_TEXT)
     if around_number is None:
         return None
-    # In `><p k="`, the text `>` belongs to the header of the tool call, not to the argument.
+    # The text between the name and the key is `><p k="`. Its start, `>`, belongs to the header of
+    # the tool call.
     before_key = around_number.before_key.removeprefix(arguments.open)
-    # The parser finds an argument only by the text before its key, so this text must not be "".
-    return around_number._replace(before_key=before_key or arguments.item_open)
+    if not before_key:
+        # The parser finds an argument by the text before its key, so this text must not be "".
+        before_key = arguments.item_open
+    return around_number._replace(before_key=before_key)
 
 
 def _add_tags_of_number(
@@ -245,7 +251,7 @@ def _add_tags_of_number(
     around_string: _TextAroundArgument,
     around_number: _TextAroundArgument,
 ) -> TaggedArguments:
-    """Return the tags around strings and numbers. `string_tags` are the tags around strings.
+    """Return the tags around strings and numbers. The tags `string_tags` enclose strings.
 
     `around_string` are the texts around a string in a rendered tool call, and `around_number` are
     the texts around a number. There are three cases:
@@ -271,12 +277,14 @@ def _add_tags_of_number(
 def _closing_tag_of_number(after_number: str, after_string: str, string_close: str) -> str:
     """Return the closing tag of a number, such as `</json>`.
 
-    The closing tags of numbers and strings may differ:
+    If the closing tags of numbers and strings differ, the result is the text that follows only a
+    number. Here, `</call>` follows both values, so it closes the tool call:
 
     >>> _closing_tag_of_number("</json></call>", "</text></call>", string_close="</text>")
     '</json>'
 
-    Otherwise, the result is the closing tag of a string without the closing quote, if any:
+    If the closing tags are equal, all text after a number also follows a string. The result is then
+    the closing tag of a string, without the closing quote that follows only a string:
 
     >>> _closing_tag_of_number("</arg></call>", "'</arg></call>", string_close="'</arg>")
     '</arg>'
@@ -286,12 +294,10 @@ def _closing_tag_of_number(after_number: str, after_string: str, string_close: s
         after_string: The text from the end of a string to the end of a tool call.
         string_close: The closing tag of a string, and the closing quote before the tag, if any.
     """
-    # The common end of the two texts consists of whole tags. In the first example of the docstring,
-    # the common end is `</call>`, so the closing tags differ. In the second example, the common end
-    # is `</arg></call>`, so the closing tags are equal.
-    common_end = common_suffix(after_number, after_string)
-    if common_end != after_number:
-        return after_number.removesuffix(common_end)
+    common_end = common_suffix(after_number, after_string)  # consists of whole tags
+    only_after_number = after_number.removesuffix(common_end)
+    if only_after_number:
+        return only_after_number  # `</json>`
     closing_quote = after_string.removesuffix(common_end)
     return string_close.removeprefix(closing_quote)
 
@@ -324,9 +330,9 @@ def _text_after_plain_string(texts: CallTexts) -> str:
 def _opening_tag_with_type(string: _TextAroundArgument, number: _TextAroundArgument) -> str | None:
     """Return the pattern of an opening tag that states the type of the value: `type="{type}"`.
 
-    `string` and `number` are the texts around a string and around a number. Return None if their
-    opening tags do not differ in exactly one word that states the type. `_type_field` decides which
-    field replaces the word.
+    `string` and `number` are the texts around a string and around a number. Their opening tags must
+    differ in one word, such as "string" and "number", that states the type. Otherwise, return None.
+    In the result, a field replaces this word: `{type}`, or the field `{string}`, see `_type_field`.
 
     >>> string = _TextAroundArgument('<arg key="', '" type="string">', "</arg>")
     >>> number = _TextAroundArgument('<arg key="', '" type="number">', "</arg>")
@@ -335,16 +341,17 @@ def _opening_tag_with_type(string: _TextAroundArgument, number: _TextAroundArgum
     """
     if string.before_key != number.before_key:
         return None
-    # The texts are compared word by word, because only one word of a tag, such as
-    # `<v type="string">`, states the type. By default, `difference` compares whole tags.
+    # The texts are compared word by word, because only one word of a tag states the type. By
+    # default, `difference` compares whole tags. In the example, the common prefix is `" type="`,
+    # the words "string" and "number" differ, and the common suffix is `">`.
     before_type, string_word, number_word, after_type = difference(
         string.before_value, number.before_value, split=_WORD_OR_CHARACTER.findall
     )
     field = _type_field(string_word, number_word)
     if field is None:
         return None
-    value_pattern = escape_braces(before_type) + field + escape_braces(after_type)
-    return escape_braces(string.before_key) + "{key}" + value_pattern
+    after_key = escape_braces(before_type) + field + escape_braces(after_type)
+    return escape_braces(string.before_key) + "{key}" + after_key
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:
@@ -378,11 +385,13 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     around_special = _text_around_argument(texts.special_value, FIRST_VALUE, SECOND_VALUE)
     if around_special is None:
         return None
-    before_special, after_special = around_special.before_value, around_special.after_value
+    before_special = around_special.before_value  # `<v><![CDATA[`
+    after_special = around_special.after_value  # `]]></v></call>`
     after_value = _text_after_plain_string(texts)  # `</v></call>`
     has_same_tags = before_special.startswith(before_value) and after_special.endswith(after_value)
     if not has_same_tags:
         return None
+    # The quotes are the texts between the tags and the string.
     quotes = _Quotes(
         open=before_special.removeprefix(before_value),
         close=after_special.removesuffix(after_value),

@@ -1,4 +1,4 @@
-"""Infer the markup of a tool call without arguments, if it lacks the markup of arguments.
+"""Infer the markup of tool calls without arguments in templates that omit the arguments' markup.
 
 Example: a template writes `<c>f<args><p=a>1</p></args></c>`, but only `<c>f</c>` if the call of `f`
 has no arguments.
@@ -63,30 +63,32 @@ def _parser_reads(section: ToolSection, rendered_call: str) -> bool:
 def _declare_call_without_arguments(
     call_format: CallFormat, rendered_call: str
 ) -> tuple[Call, ...]:
-    """Return the declarations of a tool call without arguments, or () if they are not known.
+    """Declare a tool call without arguments. Return () if its markup cannot be inferred.
 
-    `rendered_call` is the text of this call. Example: in `<call><name>f</name></call>`, `</name>`
-    belongs to the header, and `</call>` closes the tool call.
+    `rendered_call` is the text of this call, with the markers around all tool calls of a message.
+    Example: in `<calls><call><name>f</name></call></calls>`, the header is `<name>{name}</name>`,
+    and `</call>` closes the tool call.
 
     `call_format` describes the tool calls with arguments. The tool call without arguments must
-    start with the same text, such as `<call><name>`.
+    start with the same text, such as `<calls><call><name>`.
     """
     body = call_format.calls[0].body
     if not isinstance(body, ArgumentsBody):
         return ()  # The name is a part of the arguments, as in `{"name": "f"}`.
     markup = call_format.markup
     before_name, _, after_name = rendered_call.partition(FIRST_TOOL)
-    usual_opening = markup.open + markup.item_open
+    usual_opening = markup.open + markup.item_open  # `<calls>` and `<call><name>`
     if before_name.strip() != usual_opening.strip():
         return ()
-    header_rest, call_close = _split_at_last_marker(after_name.removesuffix(markup.close))
+    after_name_in_call = after_name.removesuffix(markup.close)  # without `</calls>`
+    header_rest, call_close = _split_at_last_marker(after_name_in_call)
     if not call_close.strip():
         return ()  # Without a closing text, the parser cannot find the end of the tool call.
     return calls_with_head(markup.item_open, after_name=header_rest, body=body, close=call_close)
 
 
 def _split_at_last_marker(text: str) -> _TextAfterName:
-    """Split the text after the name in a tool call without arguments before its last marker.
+    """Split the text after the function's name. The last marker closes the tool call.
 
     >>> _split_at_last_marker("</name></call>")
     _TextAfterName(header_rest='</name>', call_close='</call>')

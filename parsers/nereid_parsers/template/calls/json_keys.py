@@ -37,7 +37,8 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
     A dot separates the keys of inner objects: "function.name" is the key of the name in
     {"function": {"name": ..}}. If the object contains no arguments, their key is assumed to be
-    "arguments", the usual key.
+    "arguments", the usual key. `Keys.extra` contains the keys that the parser ignores, such as
+    "type". `Keys.order` is the order of the members in the object, such as ("name", "arguments").
     """
     name_path = find_path(call, lambda value: value == FIRST_TOOL)
     if name_path is None:
@@ -82,15 +83,18 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     ('id', 'name', 'arguments')
     >>> _order_of_members({"function": "f", "args": {}, "call_id": "1"}, paths)
     ('name', 'arguments')
+
+    Only the top-level keys are compared. If one inner object contains the name and the arguments,
+    the result is ("name", "arguments"). If one inner object contains the id and another member, the
+    id is omitted from the result.
     """
     name_key, arguments_key = paths.name[0], paths.arguments[0]
-    if name_key == arguments_key:  # One inner object contains the name and the arguments.
+    if name_key == arguments_key:  # {"function": {"name": .., "arguments": ..}}
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    # One inner object may contain the id and the name: {"function": {"id": .., "name": ..}}. In
-    # this case, the id has no key of its own at the top level, and is not a part of the order.
-    if paths.id is not None and paths.id[0] not in member_by_key:
-        member_by_key[paths.id[0]] = "id"
+    if paths.id is not None:
+        # {"function": {"id": .., "name": ..}, ..}: the key "function" represents the name.
+        member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
     ends_with_id = order[-1] == "id"  # The order contains at least the name.
     return order[:-1] if ends_with_id else order

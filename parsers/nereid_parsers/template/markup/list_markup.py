@@ -64,15 +64,16 @@ def markup_of_calls(before: str, between: str, after: str) -> ListMarkup:
     r"""Infer the markup of a list of two tool calls from the text around the tool calls.
 
     The function does the same as `list_markup`, except that white space alone is not treated as the
-    opening text of a tool call. Such white space becomes a part of `open` and of `separator`:
+    opening text of a tool call. Such white space becomes a part of `open` and of `separator`, and
+    `item_open` is "":
 
     >>> markup_of_calls("<calls>\n", ";\n", "\n</calls>")
     ListMarkup(open='<calls>\n', item_open='', item_close='', separator=';\n', close='\n</calls>')
     """
     markup = list_markup(before, between, after)
-    space = markup.item_open
-    if space.strip():
+    if markup.item_open.strip():
         return markup
+    space = markup.item_open
     return replace(
         markup, open=markup.open + space, item_open="", separator=markup.separator + space
     )

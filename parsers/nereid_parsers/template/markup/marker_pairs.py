@@ -1,4 +1,4 @@
-"""Derive the closing marker from an opening marker, and reverse: `</think>` from `<think>`."""
+"""Derive closing markers from opening markers, such as `</think>` from `<think>`, or vice versa."""
 
 from __future__ import annotations
 

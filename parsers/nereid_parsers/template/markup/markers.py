@@ -86,7 +86,8 @@ def compound_closing(text: str, opening: str) -> str:
     """Return the closing text of a block, if several markers open the block.
 
     A block is a part of a message, such as the reasoning. In the example, the opening text is
-    `<|open|>think<|sep|>`. The closing text differs from the opening text only in the first marker:
+    `<|open|>think<|sep|>`. The closing text differs from the opening text only in the first marker,
+    so it also ends with `think<|sep|>`:
 
     >>> compound_closing("<|close|>think<|sep|>Hello", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
@@ -99,8 +100,9 @@ def compound_closing(text: str, opening: str) -> str:
     first_marker = MARKER.match(opening)
     if first_marker is None:
         return ""
-    after_first_marker = opening[first_marker.end() :]
-    if not markers(after_first_marker):
-        return ""  # Only one marker opens the block.
-    closing = re.match(rf"\s*(?:{MARKER.pattern}){re.escape(after_first_marker)}", text)
+    common_end = opening[first_marker.end() :]  # `think<|sep|>`
+    has_several_markers = bool(markers(common_end))
+    if not has_several_markers:
+        return ""
+    closing = re.match(rf"\s*(?:{MARKER.pattern}){re.escape(common_end)}", text)
     return "" if closing is None else closing.group()

@@ -35,7 +35,6 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.markup.difference import text_between
 from nereid_parsers.template.markup.marker_pairs import closing_spellings, opening_spellings
 from nereid_parsers.template.model_turn import ModelTurn
-from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.reasoning.reasoning_in_prompts import (
     find_markers_in_instructions,
     find_markers_in_prompts,
@@ -86,21 +85,23 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     Mutates: `turn.prober`, which records comparisons and undecided questions for the report. From
         now on, the prober writes reasoning in the form that the template renders.
     """
-    findings = find_rendered_reasoning(turn)
-    turn.prober.form = findings.form
-    # If the template renders no reasoning, `findings.conversation` is None. The markers may
-    # nevertheless occur in a prompt or in the source of the template.
-    markup = _find_markup(turn, findings.conversation)
+    # The first step finds a conversation whose reasoning the template renders, or None. The markers
+    # are still unknown, and `rendered.part` is None.
+    rendered = find_rendered_reasoning(turn)
+    turn.prober.form = rendered.form  # The conversations below are rendered in this form.
+    # Even if the template renders no reasoning, the markers may occur in a prompt or in the source
+    # of the template.
+    markup = _find_markup(turn, rendered.conversation)
     if markup is None:
-        return findings
-    interruption = find_interruption(turn, findings.conversation, markup.part.close)
+        return rendered
+    interruption = find_interruption(turn, rendered.conversation, markup.part.close)
     reasoning = replace(
         markup.part,
-        opener=_writer_of_opening(turn, markup.part, findings.conversation),
+        opener=_writer_of_opening(turn, markup.part, rendered.conversation),
         interrupted_by=() if interruption is None else (interruption,),
     )
     return replace(
-        findings, part=reasoning, wrapper=markup.wrapper, inner_headers=markup.inner_headers
+        rendered, part=reasoning, wrapper=markup.wrapper, inner_headers=markup.inner_headers
     )
 
 
@@ -111,8 +112,8 @@ def _writer_of_opening(
 
     The first case that applies decides. Examples for the marker `<think>`:
 
-        FORCED   Neither the template nor a prompt contains `<think>`, but even an answer without
-                 reasoning starts with `</think>`.
+        FORCED   Nothing writes `<think>`: neither the template nor a prompt contains this marker.
+                 But even an answer without reasoning starts with `</think>`.
         PROMPT   The default prompt opens the reasoning and does not close the reasoning, as in
                  "<|im_start|>assistant\n<think>\n".
         MODEL    In all other cases, the model writes `<think>`.
@@ -215,13 +216,13 @@ def _is_always_closed(turn: ModelTurn, conversation: Conversation | None, closin
 def _texts_around_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextsAroundReasoning:
     """Render a conversation. Return the texts around the reasoning of its answer.
 
-    The answer has reasoning, and after it content or a call of FIRST_TOOL. The template renders all
-    of them.
+    The answer has reasoning, followed by content or by a call of FIRST_TOOL. The template renders
+    the whole answer.
     """
     message = turn.text_after_header(conversation) or ""
     before_reasoning, _, rest = message.partition(REASONING_TEXT)
-    has_content = conversation.answer is not None and bool(conversation.answer.content)
-    if not has_content:
+    answer = conversation.answer or AssistantMessage()
+    if not answer.content:
         after_reasoning, _, _ = rest.partition(FIRST_TOOL)
         return _TextsAroundReasoning(before_reasoning, after_reasoning, after_content=None)
     after_reasoning, _, after_content = rest.partition(CONTENT_TEXT)
@@ -259,21 +260,30 @@ def _markers_of_reasoning(
     """Return the opening and closing markers of reasoning, such as `<think>` and `</think>`.
 
     The answer of `conversation` has reasoning. `before` is the text before the reasoning in the
-    rendered answer, and `after_reasoning` is the text after the reasoning.
-
-    If neither the answer nor a prompt contains the opening marker, this marker is derived from the
-    closing marker: `<think>` from `</think>`. The derived marker must occur in the template or in a
-    prompt, unless answers without reasoning also start with the closing marker. Return None if one
-    of the two markers is not found.
+    rendered answer, and `after_reasoning` is the text after the reasoning. If no opening marker is
+    found, it is derived from the closing marker. Return None if one of the two markers is missing.
     """
-    found_opening = _opening_before_reasoning(turn, text_before_reasoning=before)
-    closing = closing_marker(after_reasoning, found_opening)
-    derived_openings = opening_spellings(closing.strip())
-    opening = found_opening or first_used_marker(turn, derived_openings)
-    if not opening and _is_always_closed(turn, conversation, closing):
-        opening = next(iter(derived_openings), "")
+    opening = _opening_before_reasoning(turn, text_before_reasoning=before)
+    closing = closing_marker(after_reasoning, opening)
+    if not opening:
+        opening = _derive_opening(turn, conversation, closing)
     is_marker_missing = not opening.strip() or not closing.strip()
     return None if is_marker_missing else MarkerPair(opening, closing)
+
+
+def _derive_opening(turn: ModelTurn, conversation: Conversation, closing: str) -> str:
+    """Derive the opening marker of reasoning from the closing marker: `<think>` from `</think>`.
+
+    The result must occur in the template or in a prompt. Otherwise, the text `closing` may not be a
+    marker of reasoning, and the result is "". There is one exception: if even an answer without
+    reasoning starts with `closing`, this text is surely the closing marker, so the result is the
+    usual opening marker. The answer of `conversation` has reasoning.
+    """
+    possible_openings = opening_spellings(closing.strip())
+    used_opening = first_used_marker(turn, possible_openings)
+    if not used_opening and _is_always_closed(turn, conversation, closing):
+        return next(iter(possible_openings), "")
+    return used_opening
 
 
 def _opening_before_reasoning(turn: ModelTurn, text_before_reasoning: str) -> str:
@@ -286,8 +296,8 @@ def _opening_before_reasoning(turn: ModelTurn, text_before_reasoning: str) -> st
     """
     if text_before_reasoning.strip():
         return opening_of_reasoning(text_before_reasoning)
-    # In a prompt, other markers, such as `</think>`, may follow the opening marker. Therefore, the
-    # opening marker is the first marker after the header.
+    # In a message, the reasoning follows its opening marker. In a prompt, other markers, such as
+    # `</think>`, may follow. Therefore, the opening marker is the first marker after the header.
     for prompt in turn.prompts:
         opening = first_opening(prompt.after_header)
         if opening:
@@ -323,7 +333,7 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _content_pair(literal: str, reasoning_pair: MarkerPair) -> MarkerPair | None:
-    """Return the markers around the content that a string constant of a template contains.
+    """Return the markers around the content, such as `<answer>`, in a constant of a template.
 
     Example: "<think></think><answer></answer>" contains the markers `<answer>` and `</answer>`
     beside the pair of reasoning markers. Return None if the constant contains no other pair.
@@ -337,8 +347,9 @@ def find_markers_of_removed_text(turn: ModelTurn) -> ReasoningMarkup | None:
 
     The removed text is reasoning, because templates remove nothing else from the content. Example:
     the template renders the content `<|channel>REASONING<channel|>CONTENT` as `CONTENT`, so
-    `<|channel>` and `<channel|>` enclose reasoning. Only markers that are string constants of the
-    template are tried. The opening marker may also come from the end of a prompt.
+    `<|channel>` and `<channel|>` enclose reasoning. The closing marker must be a string constant of
+    the template, because the template must search the content for this marker. The opening marker
+    is a string constant, or follows the header in a prompt.
 
     Mutates: `turn.prober`, which records the finding "R4" for the report.
 
@@ -362,10 +373,10 @@ def find_markers_of_removed_text(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _is_text_removed(turn: ModelTurn, opening: str, closing: str) -> bool:
-    """Return whether the template removes text between two markers, and the markers, from answers.
+    """Return whether the template removes reasoning between two markers from the content.
 
-    Markers that the template writes around tool calls do not enclose reasoning, so the result is
-    then False.
+    The template must remove the markers, too. Return False for the markers of tool calls, because
+    these markers do not enclose reasoning.
     """
     content = opening + REASONING_TEXT + closing + CONTENT_TEXT
     answer = turn.text_after_header(Conversation(AssistantMessage(content)))
@@ -373,8 +384,9 @@ def _is_text_removed(turn: ModelTurn, opening: str, closing: str) -> bool:
         return False
     if any(text in answer for text in (opening, REASONING_TEXT, closing)):
         return False
-    call = turn.text_after_header(conversation_with_calls(*ONE_CALL)) or ""
-    return opening not in call
+    answer_with_call = turn.text_after_header(conversation_with_calls(*ONE_CALL)) or ""
+    is_marker_of_calls = opening in answer_with_call
+    return not is_marker_of_calls
 
 
 # ---- R5: reasoning before a call ----------------------------------------------------------------
@@ -394,7 +406,8 @@ def find_interruption(
             The conversation is rendered with another answer, which has reasoning and a tool call.
         closing: The closing marker of reasoning.
 
-    Mutates: `turn.prober`, which records the comparison R5 or an open question for the report.
+    Mutates: `turn.prober`. If the closing marker is missing, the prober records the comparison R5
+        for the report. If no other marker ends the reasoning, the prober records an open question.
 
     Returns:
         The marker, or None if the closing marker or no marker precedes the tool call.
@@ -408,28 +421,17 @@ def find_interruption(
     if before_call is None or closing.strip() in before_call:
         return None  # The message is not rendered, or contains the closing marker.
     interruption = first_marker(before_call)
-    _report_interruption(turn.prober, conversation_with_call, interruption)
-    return interruption or None
-
-
-def _report_interruption(prober: Prober, conversation: Conversation, interruption: str) -> None:
-    """Report which marker ends the reasoning before a tool call that has no closing marker.
-
-    The answer of `conversation` has reasoning and a tool call. `interruption` is the marker, such
-    as `<tool_call>`, or "" if no marker is between the reasoning and the tool call.
-
-    Mutates: `prober.comparisons`, or `prober.undecided` if there is no marker.
-    """
     if not interruption:
-        prober.undecided.append(
+        turn.prober.undecided.append(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )
-        return
-    prober.record(
+        return None
+    turn.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
-        left=_without_reasoning(conversation),
-        right=conversation,
+        left=_without_reasoning(conversation_with_call),
+        right=conversation_with_call,
         finding=f"{interruption!r} ends reasoning that has no closing marker.",
     )
+    return interruption

@@ -42,16 +42,17 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
         pair = _pair_in_prompt(turn, prompt)
         if pair is not None:
             _record_prompt(turn, prompt, pair)
+            # `</think>` becomes "\n</think>\n\n" if the opening marker is "<think>\n".
             closing = _with_probable_line_breaks(pair.closing, pair.opening)
             return ReasoningMarkup(Reasoning(pair.opening, closing))
     return None
 
 
 def _record_prompt(turn: ModelTurn, prompt: GenerationPrompt, pair: MarkerPair) -> None:
-    """Record a comparison of the default prompt with `prompt`, which opens reasoning.
+    """Record a comparison of the default prompt with `prompt` for the report.
 
     In the report, this comparison has the label "R2". `pair` contains the markers of reasoning,
-    such as `<think>` and `</think>`, that were found in `prompt`.
+    such as `<think>` and `</think>`, that were found for `prompt`.
 
     Mutates: `turn.prober.comparisons`.
     """
@@ -86,10 +87,12 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     1. The first marker refers to thinking: `<think>`. The second marker closes the reasoning. If
        there is no second marker, the closing marker is derived from the first marker: `</think>`.
     2. The second marker is the closing marker of the first marker: `<notes></notes>`.
-    3. A thinking switch, such as enable_thinking=True, has added the first marker, and the closing
-       marker of the first marker occurs in the template or in a prompt.
+    3. A thinking switch, such as enable_thinking=True, has added the first marker, such as
+       `<notes>`. The closing marker is derived, and must occur in the template or in a prompt.
     """
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
+    if not first:
+        return ""
     possible_closings = closing_spellings(first)
     if is_thinking_marker(first):  # Case 1
         return second or _most_probable_marker(turn, possible_closings)

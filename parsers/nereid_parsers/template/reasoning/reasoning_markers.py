@@ -74,17 +74,27 @@ def first_marker(text: str) -> str:
 def opening_of_reasoning(before: str) -> str:
     r"""Return the text that opens the reasoning, with the white space around this text.
 
-    `before` is the text before the reasoning, and the result is the last part of `before`. If words
-    follow the last marker, or if there is no marker, these words open the reasoning:
+    `before` is the text before the reasoning, and the result is the last part of `before`. Usually,
+    the last marker opens the reasoning. The result contains the white space around this marker:
 
-    >>> opening_of_reasoning("\nI think:\n"), opening_of_reasoning("<|start|>\nI think:\n")
-    ('I think:\n', '\nI think:\n')
+    >>> opening_of_reasoning("Hello.\n<think>\n")
+    '\n<think>\n'
 
-    Otherwise, the last marker opens the reasoning. If no white space separates the marker from the
-    text before it, this text belongs to the result, too:
+    Text that directly precedes the last marker also belongs to the opening text:
 
-    >>> opening_of_reasoning("Hello.\n<think>\n"), opening_of_reasoning("Hi. <|open|>think<|sep|>")
-    ('\n<think>\n', ' <|open|>think<|sep|>')
+    >>> opening_of_reasoning("Hello. <|open|>think<|sep|>")
+    ' <|open|>think<|sep|>'
+
+    If words follow the last marker, these words open the reasoning:
+
+    >>> opening_of_reasoning("<|start|>\nI think:\n")
+    '\nI think:\n'
+
+    If there is no marker, the words of `before` open the reasoning. Line breaks before the words
+    are dropped:
+
+    >>> opening_of_reasoning("\nI think:\n")
+    'I think:\n'
     """
     all_markers = list(MARKER.finditer(before))
     if not all_markers:
@@ -110,7 +120,8 @@ def _last_word_with_space(text: str) -> str:
     # Because of the group `(\s+)`, `split` also returns the white space. For the first example, the
     # list is ["Hello.", "\n", "<|open|>think"]. For the second example, it is ["Hello.", "\n", ""].
     words_and_spaces = re.split(r"(\s+)", text)
-    return "".join(words_and_spaces[-2:])
+    last_space_and_word = words_and_spaces[-2:]
+    return "".join(last_space_and_word)
 
 
 def first_opening(after_header: str) -> str:
@@ -135,8 +146,8 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
     >>> closing_marker("\n</think>\n\n<response>", opening="<think>\n")
     '\n</think>\n\n'
 
-    If `opening` continues after its first marker, the closing text must continue in the same way.
-    In this example, both texts continue with `think<|sep|>`:
+    If several markers open the reasoning, several markers also close the reasoning. After the first
+    marker, both texts continue in the same way. In this example, they continue with `think<|sep|>`:
 
     >>> closing_marker("<|close|>think<|sep|><|open|>", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
@@ -146,11 +157,9 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
     >>> closing_marker("I am done.\n<b>", opening="I think:\n")
     'I am done.\n'
     """
-    # `compound` is "" if `opening` ends after its first marker, or contains no marker.
-    compound = compound_closing(after_reasoning, opening.strip())
-    if compound:
-        return compound
-    return _leading_markup(after_reasoning)
+    # "" unless several markers open the reasoning and close the reasoning
+    several_markers = compound_closing(after_reasoning, opening.strip())
+    return several_markers or _leading_markup(after_reasoning)
 
 
 def _leading_markup(text: str) -> str:
@@ -186,7 +195,8 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
     ('<|assistant|>',)
 
     If several markers open the reasoning, as in `<|message|><|thinking|>`, some models write only
-    the last marker. `Reasoning.also_open` declares this marker, unless it also occurs elsewhere.
+    the last marker. `Reasoning.also_open` declares this marker, unless the marker also occurs
+    elsewhere. Then the marker alone does not show that reasoning starts.
     """
     texts_elsewhere = (pair.closing, header, after_reasoning)
     last_marker = _last_opening_marker(pair.opening, other_texts=texts_elsewhere)
@@ -277,7 +287,7 @@ def thinking_pair(literal: str) -> MarkerPair | None:
 
 
 def _contained_thinking_pair(text: str) -> MarkerPair | None:
-    """Return the first pair of thinking markers whose two markers `text` contains, or None.
+    """Return the first opening marker and closing marker of reasoning in `text`, or None.
 
     >>> _contained_thinking_pair("Write <think>your thoughts</think> first.")
     MarkerPair(opening='<think>', closing='</think>')

@@ -94,9 +94,9 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find out whether the template renders reasoning, and how thinking switches change a prompt.
 
     The result contains a conversation whose reasoning the template renders, the form of its
-    messages, the message fields from which the template reads the reasoning, and the text that each
-    setting of a switch adds to a prompt. The markers of reasoning, the attribute `part` of the
-    result, are not searched.
+    messages, the places in a message from which the template reads the reasoning, and the text that
+    each setting of a switch adds to a prompt. The attribute `part` of the result, the markers of
+    reasoning, is None, because this function does not search for the markers.
     """
     switches = _effects_of_switches(turn.prompts)
     rendered = _find_rendered_probe(turn)
@@ -105,10 +105,10 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     conversation, form = rendered.conversation, rendered.form
     is_part_of_content = form.reasoning_place in (PARTS, BLOCKS)
     if is_part_of_content:
-        fields: tuple[str, ...] = (form.reasoning_place,)
-    else:  # The template may read several fields of a message.
-        fields = _rendered_fields(turn.prober, conversation)
-    return ReasoningFindings(form, conversation=conversation, fields=fields, switches=switches)
+        places: tuple[str, ...] = (form.reasoning_place,)
+    else:  # The reasoning was in all fields of the message that a template may read.
+        places = _rendered_fields(turn.prober, conversation)
+    return ReasoningFindings(form, conversation=conversation, fields=places, switches=switches)
 
 
 def _find_rendered_probe(turn: ModelTurn) -> _ProbeWithReasoning | None:
@@ -126,9 +126,9 @@ def _find_rendered_probe(turn: ModelTurn) -> _ProbeWithReasoning | None:
 def _probes_with_reasoning(turn: ModelTurn) -> Iterator[_ProbeWithReasoning]:
     """Yield conversations with reasoning, to find one whose reasoning the template renders.
 
-    The answer has content, a tool call, or both. Each answer is combined with each setting of the
-    thinking switches, such as `enable_thinking=True`, and with each place of the reasoning, such as
-    a field of the message.
+    The answer has content, a tool call, or both. Each answer is combined with the first
+    `_MAX_SETTINGS_TRIED` settings of the thinking switches, such as `enable_thinking=True`, and
+    with each place of the reasoning, such as a field of the message.
     """
     # `turn.prompts` contains one prompt for each setting of the thinking switches.
     prompts = turn.prompts[:_MAX_SETTINGS_TRIED]
@@ -141,11 +141,11 @@ def _probes_with_reasoning(turn: ModelTurn) -> Iterator[_ProbeWithReasoning]:
 
 
 def _possible_places(prober: Prober) -> list[str]:
-    """Return the places in a message from which the template may read reasoning, in trial order.
+    """Return the places in a message from which the template may read reasoning.
 
-    Each place is a value of `InputForm.reasoning_place`. At first, the reasoning is written to all
-    fields that a template may read, such as `reasoning_content`. The other places are inside the
-    content.
+    Each place is a value of `InputForm.reasoning_place`. The places are tried in the order of the
+    result. At first, the reasoning is written to all fields that a template may read, such as
+    `reasoning_content`. The other places are inside the content.
     """
     # Templates without the word "blocks" cannot read blocks.
     can_read_blocks = any("blocks" in literal for literal in prober.template.literals)
@@ -205,20 +205,21 @@ def _effects_of_switches(prompts: tuple[GenerationPrompt, ...]) -> dict[str, str
         return {}
     default_prompt, *others = prompts
     changed = [prompt for prompt in others if prompt.after_header != default_prompt.after_header]
-    # A setting with fewer variables comes first, so that a setting with more variables, but with
-    # the same effect, is left out.
+    # The setting a=True is tried before the setting a=True, b=True, because it has fewer variables.
+    by_num_variables = sorted(changed, key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
-    for prompt in sorted(changed, key=lambda prompt: len(prompt.switches.variables)):
-        if not any(_explains_effect(smaller, prompt) for smaller in reported):
+    for prompt in by_num_variables:
+        has_unneeded_switch = any(_has_same_effect(smaller, prompt) for smaller in reported)
+        if not has_unneeded_switch:
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}
 
 
-def _explains_effect(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether the setting of `smaller` already explains how `prompt` ends.
+def _has_same_effect(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
+    """Return whether a part of the setting of `prompt`, the setting of `smaller`, is sufficient.
 
-    Both prompts must end with the same text, and `prompt` must set all switches that `smaller`
-    sets. Example: `smaller` sets a=True, and `prompt` sets a=True and b=True.
+    Example: `smaller` sets a=True, and `prompt` sets a=True and b=True. If the two prompts end with
+    the same text, a=True alone is sufficient for this end.
     """
     has_same_end = smaller.after_header == prompt.after_header
     switches = {*smaller.switches.variables, smaller.switches.system}

@@ -42,8 +42,8 @@ def thinking_switches(
         fixed_variables: The names of variables that always have the same value. They are no
             switches.
     """
-    # The limit also counts fixed variables. Thus, fixing one variable does not change which other
-    # switches are tried.
+    # Fixed variables are removed only after the list of names has been shortened. Otherwise, other
+    # switches would be tried when the value of one variable is fixed.
     first_names = _thinking_variables(template)[:_MAX_NAMES]
     names = [name for name in first_names if name not in fixed_variables]
     # If there are too many settings, the last ones are omitted. Therefore, the settings that

@@ -238,19 +238,20 @@ class _Reader:
         >>> _Reader("a|bc").read_alternatives()
         [('a',), ('b', 'c')]
         """
-        result = self.read_combinations()
+        # A sequence with groups, such as `(?:a|b)c`, gives several alternatives itself.
+        result = self.read_sequence()
         while self.peek_token() == "|":
             self.take_token()
-            result.extend(self.read_combinations())
+            result.extend(self.read_sequence())
         return result
 
-    def read_combinations(self) -> list[Pieces]:
+    def read_sequence(self) -> list[Pieces]:
         """Read elements up to the next `|` or `)`. Return all combinations of their alternatives.
 
         An element is, for example, a group or a character. In this example, the group has two
         alternatives, and the character `c` has one alternative:
 
-        >>> _Reader("(?:a|b)c").read_combinations()
+        >>> _Reader("(?:a|b)c").read_sequence()
         [('a', 'c'), ('b', 'c')]
         """
         combinations: list[Pieces] = [()]
@@ -273,10 +274,18 @@ class _Reader:
         """Read a group, a character class, an escape or a single character.
 
         The method returns the alternatives of this element. An alternative is a tuple of pieces: a
-        literal (a string), optional white space or variable text.
+        literal (a string), optional white space or variable text. A group may have several
+        alternatives, and all other elements have one:
 
-        >>> [_Reader(regex).read_element() for regex in ("(?:a|b)", "[^>]", "a", "^")]
-        [[('a',), ('b',)], [(VariableText(name=''),)], [('a',)], [()]]
+        >>> _Reader("(?:a|b)").read_element()
+        [('a',), ('b',)]
+        >>> _Reader("[^>]").read_element()
+        [(VariableText(name=''),)]
+
+        The alternative of `^` has no pieces, because `^` matches no text:
+
+        >>> _Reader("^").read_element()
+        [()]
         """
         token = self.take_token()
         match token[0]:
@@ -289,7 +298,7 @@ class _Reader:
                 return [(self.piece_of_escape(token),)]
             case ".":
                 return [(_UNNAMED_TEXT,)]
-            case "^" | "$":  # These characters match no text, so their only alternative is empty.
+            case "^" | "$":
                 return [()]
             case _:
                 return [(token,)]

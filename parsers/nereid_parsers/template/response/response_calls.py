@@ -135,11 +135,11 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
     visible_pieces = _without_leading_whitespace(pieces)
     has_variable_text = any(isinstance(piece, VariableText) for piece in visible_pieces)
     match visible_pieces:
-        case [str(), *_] if not has_variable_text:
+        case [str(), *_] if not has_variable_text:  # `<call>`
             return _CallStart(text_of_literals(visible_pieces), head="")
-        case [str(), VariableText(), *_]:
+        case [str(), VariableText(), *_]:  # `<f={name}>`
             return _CallStart(marker="", head=_make_pattern(visible_pieces))
-        case [str(marker), *_]:
+        case [str(marker), *_]:  # `<call>`, then `<f={name}>`
             return _CallStart(marker, head=_make_pattern(visible_pieces[1:]))
         case _:
             raise FormatError(
@@ -189,21 +189,25 @@ def _pattern_of_piece(piece: Piece) -> str:
 def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Call:
     """Return a `Call`, which describes how the model writes one tool call.
 
-    A tool call consists of an opening marker, a header with the function's name, a body with the
-    arguments, and a closing marker. Example: `<call><f=save>{"path": "a"}</call>` has the header
-    `<f=save>` and a JSON body. In other formats, the body also contains the function's name.
+    There are two forms of tool calls:
 
-    `field` is the declaration of the field `tool_calls`, which describes the body. `close` is the
-    closing marker, or "" if there is none.
+        the name is in the header    `<call><f=save>{"path": "a"}</call>`, the header is `<f=save>`
+        the name is in the body      `<call><json>{"name": "save", "arguments": ..}</call>`
+
+    In the second form, the text `<json>` contains no name. It is declared as a part of the opening
+    marker, and the `Call` has no header.
+
+    `field` is the declaration of the field `tool_calls`, which describes the body. `start` contains
+    the text before the body. `close` is the closing marker, or "" if there is none.
     """
-    # The header shows whether the body must contain the function's name.
+    # If `start.head` contains no field for the name, the body must contain the name.
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if not is_name_in_body:
         return Call(body, open=start.marker, head=start.head, close=close)
-    # A `Call` has no header if the body contains the name. Therefore, the text of the header
-    # becomes a part of the opening marker, which is a fixed text and not a pattern.
-    return Call(body, open=start.marker + _unescape_braces(start.head), close=close)
+    # `start.head` is a pattern, in which braces are doubled, but a marker is a fixed text.
+    fixed_text = _unescape_braces(start.head)
+    return Call(body, open=start.marker + fixed_text, close=close)
 
 
 def _unescape_braces(pattern: str) -> str:
@@ -251,16 +255,15 @@ def _json_body(
 
     Unless the header contains the function's name, the body also contains the name. `field` is the
     declaration of the field `tool_calls`. `options` may declare that the keys have no quotes, as in
-    `{a:<q>x<q>}`.
+    `{a:<q>x<q>}`. The option `unquoted_keys` is then true, and the option `string_delims` contains
+    the marker around strings, `<q>`. If only one of these two options is set, it is ignored.
 
     Raises:
         FormatError: An option, or the member `transform` of `field`, is invalid.
     """
-    # A format can declare unquoted keys only together with the marker around strings. If only one
-    # of these two options is set, it is ignored, and the body is declared as normal JSON with
-    # quoted keys.
-    if options.get("unquoted_keys") and options.get("string_delims"):
-        return _unquoted_key_arguments(options["string_delims"])
+    string_delims = options.get("string_delims")
+    if options.get("unquoted_keys") and string_delims:
+        return _unquoted_key_arguments(string_delims)
     return JsonArguments() if is_name_in_header else _json_with_name(field)
 
 
@@ -268,20 +271,23 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     """Describe JSON that contains both the function's name and the arguments of a tool call.
 
     The body is a JSON object with one tool call, or a JSON array of tool calls. The members of
-    `field`, the declaration of the field `tool_calls`, show which of them the model writes.
-    Example: {"repeats": true} declares an object.
+    `field`, the declaration of the field `tool_calls`, show which of them the model writes. The
+    first member in this list that is set decides:
+
+        transform_each    an array. The rule in `transform` converts each item into a tool call.
+        repeats           an object. The field occurs once for each tool call.
+        transform         an object. The rule converts the whole object into one tool call.
+        no member         an array with all tool calls of the message
 
     Raises:
         FormatError: The member `transform` is malformed.
     """
     keys = keys_of_transform(field.get("transform"))
     if field.get("transform_each"):
-        return JsonArray(keys)  # The rule in `transform` converts each item of an array.
-    # In both cases, the JSON object of the field is one tool call: the field occurs once for each
-    # tool call, or the rule in `transform` converts the whole field into one tool call.
+        return JsonArray(keys)
     if field.get("repeats") or field.get("transform"):
         return JsonObject(keys)
-    return JsonArray(keys)  # The array contains all tool calls of the message.
+    return JsonArray(keys)
 
 
 def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
@@ -337,10 +343,10 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
 
 
 def _split_at_value(pieces: Pieces) -> _TagPieces:
-    """Split the parts of a regular expression, which matches an argument, at the group `value`.
+    """Divide a regular expression for an argument into the parts before and after the value.
 
     Example: the parts of `<a=(?P<key>..)>(?P<value>..)</a>` are divided into the opening tag
-    `<a=(?P<key>..)>` and the closing tag `</a>`.
+    `<a=(?P<key>..)>` and the closing tag `</a>`. `pieces` are the parts of the expression.
 
     Raises:
         FormatError: The expression has no group `value`, or no group `key` before it.

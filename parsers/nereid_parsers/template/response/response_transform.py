@@ -13,11 +13,17 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class _Rule(NamedTuple):
-    """The rule of a transform, which states how transformers builds a tool call."""
+    """The rule of a transform, which states how transformers builds a tool call.
 
-    # Placeholders of the name and the arguments, or one placeholder of an object with both.
+    Attributes:
+        function: An object with one placeholder for the name and one for the arguments, such as
+            {"name": "{content.f}", "arguments": "{content.args}"}. Or a single placeholder, such as
+            "{content.call}", for an object that contains the name and the arguments.
+        id: The placeholder for the id, or None if the model writes no id.
+    """
+
     function: Mapping[str, Any] | str
-    id: object  # The placeholder of the id, or None if the model writes no id.
+    id: object
 
 
 def keys_of_transform(transform: object) -> Keys:
@@ -31,6 +37,12 @@ def keys_of_transform(transform: object) -> Keys:
     >>> keys = keys_of_transform(transform)
     >>> keys.name, keys.arguments
     ('f', 'args')
+
+    A placeholder may also refer to an object with the name and the arguments:
+
+    >>> keys = keys_of_transform({"function": "{content.call}"})
+    >>> keys.name, keys.arguments
+    ('call.name', 'call.arguments')
 
     Args:
         transform: A rule such as in the example, or a list of one rule. None if there is no
@@ -50,10 +62,12 @@ def keys_of_transform(transform: object) -> Keys:
 def _parse_rule(transform: object) -> _Rule | None:
     """Return the only rule of a transform, or None if there is no transform.
 
-    A rule may omit the member `function`:
+    A rule may omit the member `function`. The whole rule is then the function:
 
     >>> _parse_rule({"name": "{content.f}", "arguments": "{content.args}"}).function
     {'name': '{content.f}', 'arguments': '{content.args}'}
+    >>> _parse_rule("{content.call}").function
+    '{content.call}'
 
     Raises:
         FormatError: The rule, or its member `function`, is neither an object nor a placeholder.
@@ -61,8 +75,10 @@ def _parse_rule(transform: object) -> _Rule | None:
     rule = transform[0] if isinstance(transform, list) and len(transform) == 1 else transform
     if rule is None:
         return None
-    members = rule if isinstance(rule, Mapping) else {}  # A placeholder has no members.
-    function = members.get("function", rule)  # Without this member, the rule is the function.
+    if isinstance(rule, str):  # a placeholder
+        return _Rule(rule, id=None)
+    members = rule if isinstance(rule, Mapping) else {}
+    function = members.get("function", rule)
     if not isinstance(function, str | Mapping):
         raise FormatError(
             f"the transform {rule!r} does not return a tool call, because `function` is not an "

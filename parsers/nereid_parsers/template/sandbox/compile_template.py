@@ -1,4 +1,4 @@
-"""Compile and render chat templates like the `transformers` library, but with limits.
+"""Compile and render chat templates in the same way as `transformers`, but with limits.
 
 The environment is that of `apply_chat_template` in transformers 5.23
 (utils/chat_template_utils.py): an immutable sandbox, trimmed blocks, loop controls,
@@ -36,7 +36,7 @@ class RenderRefused(Exception):
 
     @property
     def undefined_variable(self) -> str | None:
-        """The name of the variable that is undefined. None if the template failed otherwise.
+        """The name of the undefined variable. None if the template failed for another reason.
 
         The errors of jinja2 contain this name only in their text. Example: the text
         "UndefinedError: 'today' is undefined" gives "today".
@@ -89,6 +89,8 @@ class CompiledTemplate:
         """
         _check_source_length(source)
         self.changes_lists = _calls_list_methods(source)
+        # The sandbox of transformers forbids the methods that change lists. A template that needs
+        # them is nevertheless analysed, and the report mentions the methods.
         env = LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
         self._environment = env
         self._code, records = _compile(env, source)
@@ -112,7 +114,7 @@ class CompiledTemplate:
         return other
 
     def set_budget(self, budget: Budget) -> None:
-        """Limit all later renderings of this object together to `budget`."""
+        """Replace the budget, which limits the sum of all later renderings of this template."""
         self._environment.budget = budget
 
     def render(self, variables: Mapping[str, Any]) -> str:
@@ -126,9 +128,9 @@ class CompiledTemplate:
             LimitError: The rendering exceeded the budget.
         """
         with _errors_of_rendering():
-            # Outside loops and macros, a rendering writes each literal text of the template at most
-            # once. Therefore, the length of all literal texts is counted once here. The environment
-            # counts this length again for each loop item and each call of a macro.
+            # A rendering writes each literal text at most once, except in loops and macros.
+            # Therefore, the length of all literal texts is added to the used budget once here. For
+            # each loop item and each call of a macro, the environment adds the length again.
             self._environment.budget.step(self._environment.literal_size)
             return "".join(self._template.generate(**variables))
 
@@ -213,7 +215,7 @@ def _errors_of_compilation() -> Iterator[None]:
         yield
     except LimitError:  # A LimitError is a ValueError, which the last handler would catch.
         raise
-    # Deep recursion may also use up the memory, or the numbers that the compiler can represent.
+    # A deeply nested template may also use up the memory, or cause an overflow in the compiler.
     except (RecursionError, MemoryError, OverflowError) as error:
         raise LimitError("the template is nested too deeply to compile") from error
     except jinja2.TemplateSyntaxError as error:

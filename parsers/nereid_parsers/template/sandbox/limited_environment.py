@@ -78,7 +78,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             cache_size=0,
         )
         self.budget = budget
-        self.literal_size = 0  # The size is known only after the template has been compiled.
+        self.literal_size = 0  # Set when the template has been compiled.
         self._is_immutable = is_immutable
         self._now = now
         # The constructor of the base class has set `self.filters` to the filters of jinja2.
@@ -179,9 +179,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         __self._count_call(__obj)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
         if isinstance(owner, _TYPES_WITH_CHECKED_METHODS):
-            # The check of `", ".join(items)` reads the items. Reading consumes an iterator, so the
-            # method is called with a list instead of the iterator. A keyword argument needs no
-            # list, because `join` takes its argument only by position.
+            # The check of `", ".join(items)` reads the items. If `items` is an iterator, it is
+            # empty after the check. Therefore, a list replaces the iterator before the check. Only
+            # `join` reads an iterator, and it accepts no keyword arguments.
             args = tuple(__self._iterator_to_list(argument) for argument in args)
             check_method(__self.budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)

@@ -99,8 +99,8 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
         case "translate" if args:
             _check_translate(budget, owner, table=args[0])
         case _:
-            # The result of any other method is at most slightly longer than `owner`, or than a
-            # number in `args`, which `check_numbers` has limited.
+            # The result of any other method is hardly longer than `owner`, unless a number in
+            # `args` is the length of the result. `check_numbers` has limited this number.
             pass
 
 
@@ -142,12 +142,13 @@ def check_filter(budget: Budget, call: FilterCall) -> None:
     Example: in `text | replace("", "x" * 1000)`, the filter inserts 1000 characters before each
     character of `text`.
 
-    For each filter, the numbers in its options are checked. The filters below need an additional
-    check. The result of any other filter, such as `upper` or `center(80)`, is hardly longer than
-    its input or than a number in its options.
+    Most filters, such as `upper`, return a text that is hardly longer than their input. For some
+    filters, an option is the length of the result, as in `text | center(80)`, so the numbers in the
+    options are checked. The filters that are named below may return a longer text, so their results
+    are estimated.
     """
     options = [*call.args, *call.kwargs.values()]
-    check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.
+    check_numbers(options)
     match call.name:
         case "replace":
             old, new = call.option(0, "old"), call.option(1, "new")
@@ -260,12 +261,13 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
         return
     _check_widths(text)
     size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)
-    size_of_fields = _max_repetitions(text) * size_of_values
-    budget.check_size(len(text) + _total_width(text) + size_of_fields)
+    # No value is written more often than `_max_repetitions`.
+    size_of_written_values = _max_repetitions(text) * size_of_values
+    budget.check_size(len(text) + _total_width(text) + size_of_written_values)
 
 
 def _max_repetitions(format_string: str) -> int:
-    """Return how often the fields of a format string write the same value at most.
+    """Return the largest number of fields in a format string that write the same value.
 
     Fields with the same name or index write the same value. Fields without a name write different
     values.

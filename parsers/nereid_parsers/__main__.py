@@ -26,7 +26,7 @@ from nereid_parsers.events import (
 from nereid_parsers.format import LENIENT, STRICT, Format
 from nereid_parsers.formats.registry import get_format, listing
 from nereid_parsers.stream.parser import StreamParser
-from nereid_parsers.stream.text_writer import Trace
+from nereid_parsers.stream.tracer import Trace
 from nereid_parsers.template import command as template_command
 from nereid_parsers.template.report import Paint
 
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return 1
     except (NereidParsersError, OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.filename is None:
-            # The standard output cannot be written. Example: the disk is full.
+        is_output_error = isinstance(error, OSError) and error.filename is None
+        if is_output_error:  # No file is named, so stdout cannot be written: the disk is full.
             _discard_output()
         sys.stderr.write(f"nereid_parsers: {_describe_error(error)}\n")
         return _EXIT_ERROR
@@ -69,7 +69,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _prepare_standard_streams() -> None:
-    r"""Read the standard input as UTF-8. Escape output that the terminal's encoding does not have.
+    r"""Let stdin read UTF-8, and stdout escape the characters that its encoding does not contain.
 
     Example: a terminal with the encoding ASCII shows the character "日" as "\u65e5".
     """
@@ -80,7 +80,10 @@ def _prepare_standard_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Discard output that is not written yet, because Python's flush at its exit would fail."""
+    """Discard the output that has not been written yet.
+
+    Python flushes stdout when it exits. This would fail, because stdout cannot be written.
+    """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

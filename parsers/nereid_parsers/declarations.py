@@ -179,7 +179,7 @@ class Route:
 
     @property
     def written_header(self) -> str:
-        """The header in output that a grammar constrains, for example `<|channel|>final`."""
+        """The header that the model must write if a grammar constrains its output."""
         return self.written or self.header
 
 

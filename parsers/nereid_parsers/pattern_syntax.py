@@ -45,12 +45,12 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     """
     parts: list[str | PatternField] = []
     for token in _TOKENS.findall(text):  # Tokens of the example: `<f=`, `{name}`, `>`, `{{`, `}}`.
-        is_brace = token in _LITERAL_BRACES  # `{{` or `}}`.
-        is_field = token.startswith(("{", "}")) and not is_brace
-        if is_field:
-            _append_field(parts, token, text)
+        if token in _LITERAL_BRACES:
+            _append_literal(parts, _LITERAL_BRACES[token])  # `{{` means `{`.
+        elif token.startswith(("{", "}")):
+            _append_field(parts, token, text)  # Raises FormatError for a single brace: `a}b`.
         else:
-            _append_literal(parts, _LITERAL_BRACES.get(token, token))  # `{{` means `{`.
+            _append_literal(parts, token)
     return tuple(parts)
 
 
@@ -76,7 +76,8 @@ def _append_field(parts: list[str | PatternField], token: str, pattern: str) -> 
     """
     field = _field(token, pattern)
     follows_field = bool(parts) and isinstance(parts[-1], PatternField)
-    # {rest} matches any text, so the field before {rest} may end at any character.
+    # The field before {rest} ends at the first character that it cannot contain, and {rest} matches
+    # the text from this character on. Any other field needs text before it.
     if follows_field and field != PatternField("rest"):
         raise FormatError(
             f"The pattern {pattern!r} has two fields without text between them, so the end "

@@ -30,10 +30,11 @@ class StartPoint:
 def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     r"""Return the initial state of a parser for the output that follows `prompt`.
 
-    A prompt may end with the beginning of the model's message, the "prefill". The parser reads the
-    prefill before the output. Example: the prompt `"..<|im_start|>assistant\n<think>\n"` gives
-    `StartPoint(Stage.CONTENT, prefill="<think>")`. The parser starts in the content. The prefill
-    `<think>` opens the reasoning, so the output is read as reasoning.
+    A prompt may end with the beginning of the model's message, the "prefill". The stage in the
+    result is the stage before the prefill. The parser reads the prefill first, and then the output.
+    Example: the prompt `"..<|im_start|>assistant\n<think>\n"` gives
+    `StartPoint(Stage.CONTENT, prefill="<think>")`. The parser starts in the content, then reads the
+    prefill, which opens the reasoning, and then reads the output as reasoning.
 
     If the prompt is None or empty, the prompt is not known. A rendered prompt is never empty.
     """
@@ -152,9 +153,8 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
         # A trigger is the text that starts a tool call, such as `<tool_call>`.
         markers += [*layout.tools.opens, *(call.trigger for call in layout.tools.calls)]
     visible_prompt = prompt.rstrip()
-    markers_at_end = [
-        marker.strip() for marker in markers if visible_prompt.endswith(marker.strip())
-    ]
+    visible_markers = [marker.strip() for marker in markers if marker.strip()]
+    markers_at_end = [marker for marker in visible_markers if visible_prompt.endswith(marker)]
     # If a prompt ends with both `<b>` and `<a><b>`, the result is the longer marker, `<a><b>`.
     return max(markers_at_end, key=len, default="")
 

@@ -160,7 +160,7 @@ class TaggedArguments:
 
     @property
     def closing_marker(self) -> str:
-        """The text that ends the value: `close` without white space around it, or a line break."""
+        """The text that ends the value: the visible text of `close`, or a line break if none."""
         return self.close.strip() or "\n"
 
     @property
@@ -300,7 +300,7 @@ class Call:
             )
 
     def _check_id(self) -> None:
-        """Raise FormatError if the pattern `id` is not valid, for example has an unknown field."""
+        """Raise FormatError if the pattern `id` is not valid: it may contain an unknown field."""
         split_pattern(self.id)
 
     def _check_close(self) -> None:

@@ -132,7 +132,7 @@ def get_format(
 
 
 class _Entries(NamedTuple):
-    """The descriptions from which a format is built: of its reasoning and of its tool calls."""
+    """The description of the reasoning and the description of the tool calls of a format."""
 
     reasoning: ReasoningEntry | None
     tools: ToolEntry | None
@@ -143,9 +143,10 @@ class _Entries(NamedTuple):
         return [entry for entry in self if entry is not None]
 
     def with_default_reasoning(self) -> _Entries:
-        """If there is no reasoning, add the reasoning that the entry of the tools declares, if any.
+        """Add the default reasoning of the tool calls, if there is no description of the reasoning.
 
-        The entry of the tools declares the reasoning of the same model family.
+        The description of the tool calls may contain a default reasoning, which is the reasoning of
+        the same model family.
         """
         if self.reasoning is None and self.tools is not None:
             return self._replace(reasoning=self.tools.reasoning)

@@ -79,9 +79,9 @@ class CompiledCall:
     ) -> None:
         """Compile the declaration of a tool call, such as `<call><f={name}>..</f></call>`.
 
-        `section` contains the markers around all tool calls of a message. `lacks_opening_marker` is
-        true if the format declares an opening marker for this tool call, but `call` has none,
-        because the model may omit the marker.
+        `section` contains the markers around all tool calls of a message. `call.open` is empty in
+        two cases: the format declares no opening marker, or the model may omit the declared marker.
+        Only in the second case, `lacks_opening_marker` is true.
         """
         self.call = call
         self.lacks_opening_marker = lacks_opening_marker
@@ -91,6 +91,7 @@ class CompiledCall:
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(escape_braces(call.open) + call.head)
         # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
+        # The arguments of a tool call may end at the header of the next tool call.
         self._tags = _compile_tags(call, section, self._head_pattern)
         # Matches the first visible characters of the arguments, such as `<p=` or `{"`.
         self._body_start = _compile_body_start(call, self._tags)
@@ -223,7 +224,7 @@ def match_limited_head(
     head = match_head(next_chars, 0, False)  # They are not final, because more text follows them.
     if not isinstance(head, Head):
         return NO_MATCH  # Even NEED_MORE becomes NO_MATCH, because the header is too long.
-    return replace(head, end=pos + head.end)
+    return replace(head, end=pos + head.end)  # `end` is the only position in a header.
 
 
 def _recovery_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
@@ -326,23 +327,26 @@ class _BodyStart:
 def _compile_body_start(call: Call, tags: CompiledTags | None) -> _BodyStart | CompiledTags:
     """Return an object that matches the start of a tool call's body (the text after the header).
 
-    The first visible characters of the body distinguish a tool call from content. Example: a JSON
-    array of tool calls starts with `[{` or `[]`. `tags` are the tags of arguments between tags. If
-    the format writes arguments in another way, `tags` is None.
+    The first one or two visible characters of the body distinguish a tool call from content. There
+    is a regex for each of these characters. Example: a JSON array of tool calls starts with `[{` or
+    `[]`, so the first regex matches `[`, and the second regex matches `{` or `]`.
+
+    `tags` are the tags of arguments between tags. If the format writes arguments in another way,
+    `tags` is None.
     """
     match call.body:
         case JsonArray():  # `[{"name": "f", ..}]` or `[]`
-            return _starts_with_two(r"\[", r"[{\]]")
+            return _starts_with_chars(r"\[", r"[{\]]")
         case JsonObject():  # `{"name": ..}`, `{'name': ..}` or `{}`
-            return _starts_with_two(r"\{", """["'}]""")
+            return _starts_with_chars(r"\{", """["'}]""")
         case PythonCalls(open=""):  # `f(a=1)`
-            return _starts_with_one(_NAME_START)
+            return _starts_with_char(_NAME_START)
         case PythonCalls(open=opening_bracket):  # `[f(a=1)]`
-            return _starts_with_two(re.escape(opening_bracket), _NAME_START)
+            return _starts_with_chars(re.escape(opening_bracket), _NAME_START)
         case JsonArguments():  # `{"a": 1}`
             return _compile_json_arguments_start(call)
         case BareKeyArguments():  # `{a: 1}`
-            return _starts_with_one(r"\{")
+            return _starts_with_char(r"\{")
         case NestedTags(tag_prefix=prefix):  # `~<city>Paris~</city>`, where `~` is the prefix
             return _BodyStart(re.compile(re.escape(prefix)), _incomplete_marker_regex(prefix))
         case TaggedArguments():  # `<p=city>Paris</p>`
@@ -353,18 +357,19 @@ def _compile_body_start(call: Call, tags: CompiledTags | None) -> _BodyStart | C
 def _compile_json_arguments_start(call: Call) -> _BodyStart:
     """Return regexes that match the start of arguments that are written as a JSON object.
 
-    Examples of tool calls, and of the texts with which their arguments may start:
+    Examples of tool calls, in the order of the code, and of the texts with which their arguments
+    may start:
 
         `[TOOL_CALLS]f[ARGS]{"a": 1}`   any text, because only a tool call has such a header
-        `<call>f{"a": 1}</call>`        `{` or `</call>`, because a model may omit the arguments
         `f{"a": 1}`                     `{`, because no other text shows that this is a tool call
+        `<call>f{"a": 1}</call>`        `{` or `</call>`, because a model may omit the arguments
     """
     if _header_proves_call(call):
-        return _starts_with_one(_ANY_TEXT)
+        return _starts_with_char(_ANY_TEXT)
+    has_opening_text = bool(call.trigger)  # The first fixed text of the tool call, here `<call>`.
     close_parts = marker_parts(call.close)
-    has_both_markers = bool(call.trigger and close_parts)
-    if not has_both_markers:
-        return _starts_with_one(r"\{")
+    if not has_opening_text or not close_parts:
+        return _starts_with_char(r"\{")
     first_close_part = close_parts[0]
     complete = re.compile(rf"\{{|{re.escape(first_close_part)}")
     return _BodyStart(complete, _incomplete_marker_regex(first_close_part))
@@ -375,12 +380,12 @@ def _incomplete_marker_regex(marker: str) -> re.Pattern[str]:
     return re.compile(marker_prefix_regex(marker))
 
 
-def _starts_with_one(regex: str) -> _BodyStart:
+def _starts_with_char(regex: str) -> _BodyStart:
     """Return a `_BodyStart` whose first character matches `regex`."""
     return _BodyStart(re.compile(regex), incomplete=re.compile(_NEVER))
 
 
-def _starts_with_two(first: str, second: str) -> _BodyStart:
+def _starts_with_chars(first: str, second: str) -> _BodyStart:
     """Return a `_BodyStart` whose first two characters match the regexes `first` and `second`.
 
     White space may separate the two characters. At the end of the text, the first character alone

@@ -74,9 +74,12 @@ def compile_calls(
     section = SectionMarkers(
         tuple(visible_markers(tools.opens)), tools.closes, tuple(visible_markers(message_ends))
     )
-    variants = tuple(CompiledCall(call, section) for call in _with_json_variants(tools.calls))
-    by_marker = _group_by_trigger(_variants_outside_section(variants, section))
-    by_header = _group_by_header(tools.calls, section, by_marker.keys())
+    # A model may write a JSON array instead of the declared object, or the other way round.
+    calls_to_compile = _with_json_variants(tools.calls)
+    variants = tuple(CompiledCall(call, section) for call in calls_to_compile)
+    by_marker = _group_by_trigger(_variants_after_content(variants, section))
+    # If a text is the first text of both groups, `by_header` does not contain this text.
+    by_header = _group_by_header(tools.calls, section, markers=by_marker.keys())
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = _unmarked_variants(variants) if recognises_unmarked else ()
     calls = CompiledCalls(variants, by_marker, by_header, unmarked)
@@ -91,9 +94,8 @@ def _kinds_of_call_markers(tools: ToolSection, calls: CompiledCalls) -> dict[str
     """
     # A tool call without a marker starts with one of these texts, for example `{`.
     unmarked_openings = [text for variant in calls.unmarked for text in variant.body_openings()]
-    # Several of these dicts may contain the same marker, for example if a marker both opens and
-    # closes tool calls. The last of these dicts determines the meaning of the marker. The opening
-    # markers come last, because no tool call is open in content, so the marker cannot close one.
+    # The priority of these dicts increases from the first to the last. In content, no tool call is
+    # open, so a marker that both opens and closes tool calls opens one.
     return (
         dict.fromkeys(calls.by_header, MarkerKind.CALL_HEAD)
         | dict.fromkeys(_long_closing_markers(calls.all), MarkerKind.CLOSE_CALLS)
@@ -107,7 +109,8 @@ def _kinds_of_call_markers(tools: ToolSection, calls: CompiledCalls) -> dict[str
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
     """Return the closing markers that are long enough to be recognised in content.
 
-    Example: the result contains `</tool_call>`, but not `}`, which often occurs in content.
+    Example: the result contains `</tool_call>`, but not `}`. Most occurrences of `}` in content are
+    ordinary text.
     """
     return [
         marker
@@ -117,10 +120,10 @@ def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
     ]
 
 
-def _variants_outside_section(
+def _variants_after_content(
     variants: tuple[CompiledCall, ...], section: SectionMarkers
 ) -> list[CompiledCall]:
-    """Return the variants of a tool call that can follow content, without a marker for all calls.
+    """Return the variants of a tool call that can directly follow content.
 
     If markers enclose all tool calls, as in `<calls><call>..</call></calls>`, a model may omit
     `<calls>`, and start with the tool call's own marker `<call>`. Only tool calls with such a
@@ -139,10 +142,11 @@ def _unmarked_variants(variants: tuple[CompiledCall, ...]) -> tuple[CompiledCall
 def _group_by_header(
     calls: tuple[Call, ...], section: SectionMarkers, markers: Collection[str]
 ) -> dict[str, tuple[CompiledCall, ...]]:
-    """Group the tool calls whose opening marker the model omits by the start of their header.
+    """Compile the tool calls without their opening markers. Group them by their first text.
 
-    Example: for a call with the header `<function={name}>`, the key is `<function=`. A text that
-    is also one of the `markers` is treated as a marker, so the result does not contain this text.
+    The first text is the start of the header. Example: for a call with the header
+    `<function={name}>`, the key is `<function=`. A text that is also one of the `markers` is
+    treated as a marker, so the result does not contain this text.
     """
     groups = _group_by_trigger(_variants_with_missing_marker(calls, section))
     return {header: group for header, group in groups.items() if header not in markers}
@@ -151,16 +155,18 @@ def _group_by_header(
 def _variants_with_missing_marker(
     calls: tuple[Call, ...], section: SectionMarkers
 ) -> Iterator[CompiledCall]:
-    """Yield the variants of tool calls whose declared opening marker the model omits.
+    """Yield each tool call without its opening marker, if the header shows that it is a tool call.
 
-    A model may omit the opening marker of a tool call or of a tool section, and start with the
-    header. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives the variant
-    `<function={name}>..</tool_call>`. A header such as `{name}` does not show that a tool call
-    starts, so a tool call with this header gives no variant.
+    A model may omit the opening marker, and start with the header. Example: the declaration
+    `<tool_call><function={name}>..</tool_call>` gives the variant
+    `<function={name}>..</tool_call>`. A header such as `{name}` may be content, so a tool call with
+    this header gives no variant.
     """
     for call in calls:
-        has_marker = bool(call.open.strip() or section.opens)
-        if has_marker and _shows_call_start(first_literal(call.head)):
+        # Before the first tool call, a model may also omit the marker of the tool section. If the
+        # format declares no marker at all, no marker can be missing.
+        declares_marker = bool(call.open.strip() or section.opens)
+        if declares_marker and _shows_call_start(first_literal(call.head)):
             yield CompiledCall(replace(call, open=""), section, lacks_opening_marker=True)
 
 
@@ -175,11 +181,12 @@ def _shows_call_start(text: str) -> bool:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return `calls`, and add variants with JSON arrays instead of objects, and the reverse.
+    """Return `calls`, and a JSON array for each JSON object, and a JSON object for each JSON array.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
-    object, `{"name": "f", ..}`, or the reverse. Example: if an object is declared, the result
-    contains this declaration, and then the declaration of an array of such objects.
+    object, `{"name": "f", ..}`, or writes an object instead of the declared array. Example: if an
+    object is declared, the result contains this declaration, and then the declaration of an array
+    of such objects.
     """
     json_variants: list[Call] = []
     for call in calls:
@@ -192,12 +199,12 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Group the variants of a tool call by each spelling of their first text, the "trigger".
+    """Return a dict that maps the first text of tool calls to the variants with this first text.
 
-    The trigger is the opening marker, such as `<call>`, or the start of the header, such as
-    `<function=`. The spellings of a trigger differ only in their white space. Example: two variants
-    with the marker `<call>`, which has one spelling, give `{"<call>": (variant_1, variant_2)}`.
-    Variants without a trigger are omitted.
+    The first text (the "trigger") is the opening marker, such as `<call>`, or the start of the
+    header, such as `<function=`. Each spelling of a trigger is a key of the dict. The spellings
+    differ only in their white space. Example: two variants with the marker `<call>`, which has one
+    spelling, give `{"<call>": (variant_1, variant_2)}`. Variants without a trigger are omitted.
     """
     groups: defaultdict[str, list[CompiledCall]] = defaultdict(list)
     for variant in variants:

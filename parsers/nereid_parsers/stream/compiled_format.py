@@ -89,8 +89,12 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """Compile a format in which each message has a header, such as `<|channel|>final<|message|>`.
 
     Example: `<|start|>assistant<|channel|>analysis<|message|>Hm<|end|>` is a message with
-    reasoning. The result contains the compiled headers, and the markers that start or end a message
-    or a tool call.
+    reasoning. The result contains the compiled headers, and these lexers:
+
+        reasoning_markers, message_markers   find markers such as `<|start|>` and `<|end|>`
+        content_markers                      also finds the markers of tool calls in the content
+        content_only_markers                 finds only markers such as `<|end|>`
+        reasoning_bounds                     finds nothing, because reasoning is a whole message
     """
     end_kinds = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
     message_kinds = end_kinds | marker_kinds((layout.start,), MarkerKind.START_MESSAGE)
@@ -100,7 +104,6 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     message_call = _compile_message_call(layout)
     return CompiledFormat(
         layout=layout,
-        # Reasoning is a whole message, so there is no closing marker such as `</think>`.
         reasoning_markers=message_markers,
         reasoning_bounds=_NO_MARKERS,
         content_markers=MarkerLexer(calls.kinds | message_kinds),
@@ -129,7 +132,8 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     The result contains four lexers, which find markers in different parts of a message:
 
         reasoning_markers      in the reasoning: for example `</think>` and `<call>`
-        reasoning_bounds       after `<call>` in the reasoning: only `<think>` and `</think>`
+        reasoning_bounds       after `<call>` in the reasoning: only `<think>` and `</think>`,
+                               because these markers show whether `<call>` is a tool call
         content_markers        outside the reasoning: for example `<call>` and `<|end|>`
         content_only_markers   in content that no tool call may follow: for example `<|end|>`
     """
@@ -141,6 +145,7 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
         reasoning_markers=MarkerLexer(_kinds_in_reasoning(layout, calls, end_kinds)),
         reasoning_bounds=MarkerLexer(_kinds_of_bounds(layout.reasoning)),
         content_markers=MarkerLexer(_kinds_in_content(layout, calls, content_only_kinds)),
+        # The kind of these markers does not matter, because all of them are removed.
         content_only_markers=Lexer(content_only_kinds),
         calls=calls,
     )
@@ -168,8 +173,8 @@ def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, end_kinds: _Kind
         end_kinds,
         marker_kinds(_interrupting_markers(layout.reasoning, calls), MarkerKind.INTERRUPT),
         marker_kinds(content_opens, MarkerKind.WRAP_CONTENT),
-        # If one marker both closes the reasoning and ends a message, it has the meaning
-        # CLOSE_REASONING here. After the marker, the message continues.
+        # These markers have the highest priority. If `<|end|>` both closes the reasoning and ends a
+        # message, it closes the reasoning here, so the message continues with the content.
         _kinds_of_bounds(layout.reasoning),
     )
 
@@ -187,9 +192,10 @@ def _kinds_in_content_only(wrapper: Wrapper | None, end_kinds: _Kinds) -> _Kinds
     """
     if wrapper is None:
         return end_kinds
-    opens_with_words = bool(_content_words(wrapper))  # Words are a part of the content.
+    # Opening words, such as `Answer:`, may be ordinary text, so they are no marker inside content.
+    opens_with_words = bool(_content_words(wrapper))
     markers = (wrapper.close,) if opens_with_words else (wrapper.open, wrapper.close)
-    # `marker_kinds` omits a marker that is empty.
+    # One of the two markers may be empty. `marker_kinds` omits an empty marker.
     return end_kinds | marker_kinds(markers, MarkerKind.WRAP_CONTENT)
 
 
@@ -203,8 +209,8 @@ def _kinds_in_content(layout: Sections, calls: CompiledCalls, content_only_kinds
     return _merge_lowest_priority_first(
         calls.kinds,
         _closing_kinds(layout.reasoning),
-        # If one marker both opens and closes the reasoning, it has the meaning OPEN_REASONING here,
-        # because this dict is for the text outside the reasoning.
+        # The opening markers have a higher priority than the closing markers: outside the
+        # reasoning, a marker that both opens and closes the reasoning opens it.
         _opening_kinds(layout.reasoning),
         marker_kinds(_content_words(layout.content), MarkerKind.CONTENT_WORDS),
         content_only_kinds,
@@ -247,9 +253,9 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
     if reasoning is None:
         return []
     declared_markers = list(reasoning.interrupted_by)
-    # In some formats, `<|end|>` closes both the reasoning and tool calls. The reasoning
-    # `use <call> here<|end|>` would then look like a tool call, although it only mentions `<call>`.
-    # In such a format, only the declared markers can start a tool call inside the reasoning.
+    # Some formats close both the reasoning and tool calls with `<|end|>`. In these formats, the
+    # reasoning `use <call> here<|end|>` looks like a tool call, because `<|end|>` follows `<call>`.
+    # Therefore, only the declared markers may start a tool call inside the reasoning.
     if _have_common_close(reasoning, calls):
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)

@@ -44,7 +44,8 @@ def _compile_header_pattern(header: str, header_end: str) -> _HeaderPattern:
     """
     if header_end.strip():  # The header ends with a marker.
         return _HeaderPattern(compile_pattern(header + header_end), whitespace="")
-    # In a pattern, `header_end` would match any white space, so it is compared separately.
+    # In a pattern, a line break matches any white space, also the space in `all Hi`. Therefore,
+    # the required white space is not a part of the pattern, and is compared separately.
     return _HeaderPattern(compile_pattern(header), whitespace=header_end)
 
 
@@ -84,7 +85,8 @@ class CompiledHeader:
     def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
         """Match the header of a message, such as `<|channel|>final<|message|>`, at `pos`.
 
-        The header of a tool call matches only if the arguments start after the header. Examples:
+        The header of a tool call matches only if the arguments start after the header. A header has
+        a limited length, see `match_limited_head`. Examples:
 
             text                                     result
             `<|channel|>final<|message|>Hi`          `Head(end=27)`
@@ -103,9 +105,9 @@ class CompiledHeader:
         example `\n` in `>>>all\nHi`. If the header belongs to a tool call, arguments must follow.
         """
         pattern, whitespace = self._header
-        # White space at `pos` is skipped, unless the header must end with white space. Example: the
-        # header after `>>>` ends with a line break. In `>>>\nHello`, this header is empty. If the
-        # line break were skipped, `Hello` would be read as the header.
+        # White space before the header is skipped, unless white space must end the header. Example:
+        # in `>>>\nHello`, the line break ends an empty header. If the line break were skipped,
+        # `Hello` would be read as the header.
         start = pos if whitespace else skip_whitespace(text, pos)
         match = pattern.match(text, start, is_final)
         if not isinstance(match, PatternMatch):

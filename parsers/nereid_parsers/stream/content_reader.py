@@ -79,10 +79,12 @@ class ContentReader:
             return None
         handler = self._marker_handlers[self._format.content_markers.kinds[marker]]
         next_state = handler(marker)
-        return self._keep_marker(marker) if next_state is None else next_state
+        if next_state is None:  # The marker has no meaning here.
+            return self._keep_marker(marker)
+        return next_state
 
     def _keep_marker(self, marker: str) -> State:
-        """Write a marker that has no meaning at its position as content. Return the next state.
+        """Write a marker as content, because it has no meaning here. Return the next state.
 
         Example: `</tool_call>` is content if no tool call is open.
         """
@@ -163,14 +165,15 @@ class ContentReader:
         Examples for the marker `<|message|><|text|>`, which consists of two tags:
 
             end of the message   effect
-            `<|message|><|te`    The text is removed, because the first tag is complete.
+            `<|message|><|te`    The text is removed, because the first tag is complete, so that the
+                                 text is certainly markup.
             `<|mess`             The text stays unread and becomes content, because ordinary text
                                  may contain a part of a tag.
 
         `is_reasoning` is true if the message ends inside the reasoning. The markers that may occur
         in reasoning and in content differ.
         """
-        last_text = self._buffer.unread()
+        last_text = self._buffer.unread()  # `read` leaves only an incomplete marker unread.
         lexer = self._format.reasoning_markers if is_reasoning else self._format.content_markers
         is_incomplete_marker = any(
             marker.startswith(last_text) and contains_first_tag(last_text, marker)

@@ -54,16 +54,17 @@ class HeaderReader:
     def read(self) -> State | None:
         """Read the header of a message, such as `<|channel|>final<|message|>`.
 
-        A marker, such as `<|start|>assistant`, precedes the header of each message. At the start of
-        the output, the marker is usually in the prompt, so the output starts with the header. If
-        the output starts with the marker, only the marker is read now.
+        A marker, such as `<|start|>assistant`, precedes the header of each message. There are three
+        cases, in the order of the code:
 
-        Return the state that reads the text of the message, HEADER if only the marker was read, or
-        None if more text is required.
+        - The marker of this message has been read. The header is read now.
+        - The output starts with the marker. The marker is read now, and the next state is HEADER.
+        - The prompt ends with the marker, so the output starts with the header, which is read now.
+
+        Return the next state, or None if more text is required.
         """
         if self._has_read_start_marker:
             return self._read_header()
-        # At the start of the output, the start marker may be in the output or in the prompt.
         marker = self._format.message_start
         if self._buffer.starts_with(marker):
             return self.read_start_marker(marker)
@@ -87,6 +88,7 @@ class HeaderReader:
                 return self._enter_message(route, head)
             if head is NEED_MORE:  # This route takes precedence over the later routes.
                 return None
+        # At the end of the output, the result for an incomplete header is NO_MATCH.
         if self._is_header_cut_off():
             return self._call_reader.drop_unwritten_text()
         return self._call_reader.treat_as_content(_NO_HEADER)
@@ -108,19 +110,18 @@ class HeaderReader:
         Example: `<|start|>assistant` and the header `<|channel|>final<|message|>` are removed. The
         next state is CONTENT, in which the text after the header is read.
 
-            stage of the message   next state
-            CALLS                  CALL_BODY, with the exception below
-            REASONING              REASONING
-            CONTENT                CONTENT, or PLAIN_MESSAGE if the message contains no tool calls
+            message           next state
+            tool call         CALL_BODY
+            late tool call    CONTENT_ONLY. The header stays unread, because it is content.
+            reasoning         REASONING
+            content           CONTENT, or PLAIN_MESSAGE if the message contains no tool calls
 
-        The exception: if the policy requires that tool calls precede the content, a tool call after
-        content is content, too. The next state is then CONTENT_ONLY, and the header stays unread.
+        A tool call is late if content precedes the tool call, but the policy requires that all tool
+        calls precede the content.
         """
-        # The pending text is the start marker of the message. The marker is markup, not content,
-        # because a header follows.
-        self._text_writer.drop_pending()
-        calls_are_content = self._calls_must_come_first and self._text_writer.has_content
-        if route.stage is Stage.CALLS and calls_are_content:
+        self._text_writer.drop_pending()  # The start marker of the message, which has been read.
+        is_late = self._calls_must_come_first and self._text_writer.has_content
+        if route.stage is Stage.CALLS and is_late:
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         match route.stage:

@@ -33,29 +33,32 @@ class LastLine:
         self._text = last_line
 
     def quotes_next_tag(self, whitespace: str) -> bool:
-        r"""Return whether a tag after this line and `whitespace` is a part of the text.
+        r"""Return whether the content quotes the tag that follows this line and `whitespace`.
 
-        The first line that applies decides:
+        Examples, in the order of the code:
 
             content and tag               result
             any text in a code block      True
             `Hi.\n\n<think>`              False, because the tag starts a line
-            `Write <think>`               True
+            `Write <think>`               True, because the tag looks like a word of the sentence
             `Hi.<think>`, `Hi<think>`     False
             `(<think>`                    True
         """
-        starts_line = "\n" in whitespace
-        is_in_code_block = self._is_in_code_block
-        if starts_line:  # This line, which ends before the tag, may open or close a code block.
-            is_in_code_block = self._is_in_code_block_after(self._text)
-        if is_in_code_block:
+        if self._is_tag_in_code_block(whitespace):
             return True
-        if starts_line:
+        if "\n" in whitespace:
             return False
         if whitespace:
             return True
         follows_word_or_sentence = _find_end_of_words(self._text) is not None
         return not follows_word_or_sentence
+
+    def _is_tag_in_code_block(self, whitespace: str) -> bool:
+        """Return whether the next tag is in a code block. `whitespace` precedes the tag."""
+        has_line_ended = "\n" in whitespace
+        if has_line_ended:  # This line may open or close a code block.
+            return self._is_in_code_block_after(self._text)
+        return self._is_in_code_block
 
     def _is_in_code_block_after(self, line: str) -> bool:
         """Return whether the text after `line` is in a code block. `line` is the next full line."""

@@ -20,7 +20,7 @@ def marker_prefix_regex(marker: str) -> str:
     character of `x<`, and the last two characters of `x<a`. If the marker has only one character,
     the regex matches this character.
     """
-    longest_prefix = marker[:-1] or marker
+    longest_prefix = marker[:-1] or marker  # A marker of one character has no shorter prefix.
     # Each prefix needs a nested group, and Python's `re` module raises a RecursionError for a regex
     # with a few hundred nested groups. Therefore, the first regex matches the prefixes of 1 to 64
     # characters, the second regex matches the prefixes of 65 to 128 characters, and so on.
@@ -42,7 +42,7 @@ def _prefix_group_regex(text: str, length_before: int) -> str:
 
 
 def _optional_regex(text: str) -> str:
-    """Return a regex that matches `text`, its first characters, or nothing.
+    """Return a regex that matches `text`, the first characters of `text`, or the empty text.
 
     Example: `ab` gives `(?:a(?:b)?)?`, which matches `ab`, `a` and the empty text.
     """
@@ -69,8 +69,9 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
         1. `<`, `<a`: the text ends inside the first tag.
         2. `<a>`, `<a> `, `<a><`, `<a> <b`: the text ends before or inside the second tag.
 
-    `whitespace` is a fixed text that precedes the marker. Example: if it is a line break, the first
-    regex matches a line break, or a line break and `<` or `<a`.
+    `whitespace` is a fixed text that precedes the marker, and is treated as the start of the first
+    tag. Example: if it is a line break, the first regex matches a line break, or a line break and
+    `<` or `<a`. Each regex matches only at the end of the text.
     """
     first_tag, *other_tags = tag_parts(whitespace + marker)
     regexes = [marker_prefix_regex(first_tag)]
@@ -94,7 +95,8 @@ def _regexes_with_prefixes(longest_first: list[str]) -> list[str]:
         3. `<a>`
         4. an incomplete `<a>` at the end of the text, for example `<`
 
-    In the text `x<a><`, the second regex matches, so the lexer waits, because `b>` may follow.
+    The second regex must precede the third. In the text `x<a><`, the lexer then finds `<a><`, and
+    waits, because `b>` may follow. Otherwise, the lexer would find the marker `<a>`.
     """
     regexes = []
     for marker in longest_first:
@@ -161,14 +163,12 @@ class Lexer:
         if match is None:
             return len(text), ""
         marker = match.group()
-        is_at_text_end = match.end() == len(text)
-        if is_at_text_end and not buffer.is_final and self._may_become_longer(marker):
+        may_continue = match.end() == len(text) and not buffer.is_final
+        # `<` may become the marker `<a>`, and the complete marker `<a>` may become `<a><b>`.
+        if may_continue and self._may_become_longer(marker):
             return match.start(), ""
         return match.start(), marker
 
     def _may_become_longer(self, text: str) -> bool:
-        """Return whether more text could extend `text` to a marker, as `<` to `<a>`.
-
-        A complete marker may become a longer marker, as `<a>` may become `<a><b>`.
-        """
+        """Return whether `text` is the start of a longer marker. Example: `<a>` starts `<a><b>`."""
         return any(marker != text and marker.startswith(text) for marker in self._markers)

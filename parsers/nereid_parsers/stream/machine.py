@@ -32,7 +32,8 @@ from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.reasoning_reader import ReasoningReader
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
-from nereid_parsers.stream.text_writer import TextWriter, Trace
+from nereid_parsers.stream.text_writer import TextWriter
+from nereid_parsers.stream.tracer import Trace
 from nereid_parsers.stream.unclassified_reader import UnclassifiedReader
 from nereid_parsers.stream.values.argument_types import Tools
 
@@ -73,7 +74,8 @@ class Machine:
         self._events: list[Event] = []
         self._buffer = TextBuffer()
         self._call_writer = CallWriter(self._events, tools, policy, new_id)
-        # The parser can read the end of a tool call again only if the arguments are stored.
+        # If a quote is missing, as in `{"a": "x}</call> Hi`, the parser searches for `</call>` in
+        # the arguments, and reads `</call> Hi` again. Only stored arguments can be searched.
         may_reread_calls = self._call_writer.stores_arguments
         self._text_writer = TextWriter(self._events, may_reread_calls=may_reread_calls)
         context = ReaderContext(fmt, policy, self._buffer, self._text_writer)
@@ -134,18 +136,18 @@ class Machine:
 
         The first case that applies decides:
 
-            start point                            state
-            in the header of a message             HEADER
-            the prompt is not known                UNCLASSIFIED, if the first text may be reasoning
-            in the reasoning                       REASONING or INLINE_REASONING
-            in the content                         CONTENT
+            start point                                 state
+            in the header of a message                  HEADER
+            not known, because no prompt is known, and  UNCLASSIFIED. The first marker will show
+            reasoning or content may come first         whether the text before it is reasoning.
+            in the reasoning                            REASONING or INLINE_REASONING
+            in the content                              CONTENT
         """
         if start_point.stage is None:
             return State.HEADER
         starts_in_reasoning = start_point.stage is Stage.REASONING
         if not start_point.is_prompt_known and self._unclassified_reader.is_needed():
-            # The first marker will show whether the text before this marker is reasoning. If the
-            # message contains no marker, the stage of the start point decides.
+            # The message may contain no marker. Then the stage of the start point decides.
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             return State.UNCLASSIFIED
         if starts_in_reasoning:
@@ -166,9 +168,10 @@ class Machine:
         self._text_writer.mark_prompt_end(num_unwritten_chars=self._num_unwritten_chars())
 
     def _keep_open_call(self, events: list[Event]) -> None:
-        """If the prefill ends inside a tool call, keep the events of this call from `events`.
+        """If the prefill ends inside a tool call, do not discard the events of this tool call.
 
-        The output continues the tool call. It becomes the first tool call of the output.
+        `events` are the events of the prefill. The output continues the tool call, which becomes
+        the first tool call of the output.
         """
         self._events += self._call_writer.copy_events_of_open_call(events)
         self._call_writer.restart_numbering()
@@ -236,16 +239,17 @@ class Machine:
         self._run()
 
     def _finish_last_state(self) -> None:
-        """Finish what the message leaves incomplete in its last state, such as a tool call.
+        """Finish the part of the message that is still incomplete, such as a tool call.
 
-        Unread text may follow, such as another tool call, which is then read and finished, too.
+        Unread text may follow this part, such as another tool call, which is then read and
+        finished, too.
         """
         while (next_state := self._finish_state()) is not None:
             self._enter(next_state)
             self._run()
 
     def _finish_state(self) -> State | None:
-        """Finish what is incomplete in the current state, because the message has ended.
+        """Finish the part of the message that the current state reads, if it is incomplete.
 
         Return the state in which the rest of the text is read, or None if nothing is left to read.
         """

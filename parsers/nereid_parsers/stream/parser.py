@@ -13,7 +13,7 @@ from nereid_parsers.start_stage import StartPoint, find_start
 from nereid_parsers.stream.call_writer import generate_call_id
 from nereid_parsers.stream.compiled_format import compile_format
 from nereid_parsers.stream.machine import Machine
-from nereid_parsers.stream.text_writer import Trace
+from nereid_parsers.stream.tracer import Trace
 from nereid_parsers.stream.values.argument_types import Tools
 
 
@@ -124,9 +124,9 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
 
 
 def _machine_after_prefill(fmt: FormatData, start: StartPoint) -> Machine:
-    """Return a machine that has read the prefill of `start`.
+    """Return the state machine of a parser that has parsed the prefill of `start`.
 
-    The tools and ids of tool calls do not matter, because the machine reads no output.
+    The tools and ids of tool calls do not matter, because the machine parses no output.
     """
     machine = Machine(compile_format(fmt), Tools(None), fmt.policy, generate_call_id)
     machine.start(start)

@@ -44,13 +44,14 @@ _match_whitespace = re.compile(r"\s*").match
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _match_whitespace_in_pattern = re.compile(r"[\sĠĊ]*").match
-# Matches white space, and each position where a model may insert white space: before or after a
-# tag, and between punctuation such as `=` and a word or a quote. Example: the positions in
-# `<a>f="x` are marked with `|` in `<a>|f|=|"x`.
+# Matches white space, and each position where a model may insert white space: before a tag, after a
+# tag, before or after punctuation such as `=`. Example: the positions in `<a>f="x` are marked with
+# `|` in `<a>|f|=|"x`.
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
-# What a model may write between a tag and the adjacent text of a marker.
+# In a marker such as `<|start|>assistant`, a model may write each of these texts before or after a
+# tag.
 _SPELLINGS_OF_TAG_BOUNDARY = ("", " ", "\n")
 _MAX_PLACES_IN_SPELLINGS = 12  # The largest number of spaces and tag boundaries in a marker.
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
@@ -102,7 +103,7 @@ class FieldStep:
         A field at the end of the text with `MAX_HEAD_CHARS` characters gives NO_MATCH, too.
         """
         match = self.regex.match(text, pos)
-        end = match.end() if match else pos
+        end = match.end() if match else pos  # If the regex does not match, the field is empty.
         is_at_text_end = end == len(text)
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
@@ -111,7 +112,7 @@ class FieldStep:
         return end if is_accepted else NO_MATCH
 
     def _accepts(self, value: str, is_at_message_end: bool) -> bool:
-        """Return whether `value`, which consists of allowed characters, is a text of this field.
+        """Return whether this field accepts `value`, which consists of allowed characters.
 
         Only the field `rest` may be empty. The field `name` has two additional rules:
 
@@ -120,11 +121,11 @@ class FieldStep:
         - A text of digits is not accepted, because some models write the number of a tool call next
           to the function's name.
         """
-        if self.name == _REST_FIELD:
-            return True
-        if self.name != _NAME_FIELD or not value:
-            return bool(value)
-        return not is_at_message_end and not value.isdigit()
+        if not value:
+            return self.name == _REST_FIELD
+        if self.name == _NAME_FIELD:
+            return not is_at_message_end and not value.isdigit()
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +229,9 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
     A model may write the white space of a marker in another way. Examples of other spellings:
 
         marker                  spelling                 difference
-        `<|start|>assistant`    `<|start|> assistant`    white space at one boundary of a tag
-        `<invoke name="`        `<invoke  name="`        more white space at one space
-        `<invoke name="`        `<invokename="`          no white space at all spaces
+        `<|start|>assistant`    `<|start|> assistant`    a space or line break after a tag
+        `<invoke name="`        `<invoke  name="`        a longer space
+        `<invoke name="`        `<invokename="`          all spaces are omitted
 
     A single tag without white space, such as `<think>`, has no other spelling. A marker with very
     many spaces has no other spelling either, because its spellings would need much memory.
@@ -342,9 +343,10 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
 def _regex_before_whitespace(excluded_chars: str, next_literal: str) -> re.Pattern[str]:
     """Return the regex of a field before a literal that starts with white space, such as ` type="`.
 
-    The text of the field may contain white space, so white space alone does not end the text.
-    Example: in `first name type="string"`, the regex matches `first name`, because the text ends
-    before white space and the first word of the literal, here `type`.
+    The text of the field may contain white space, so white space alone does not end the text. The
+    text ends before white space that the first word of the literal follows. Example: in
+    `first name type="string"`, the regex matches `first name`, because `type` follows. One or two
+    white-space characters are accepted before `type`, because some models write one too many.
 
     `excluded_chars` are the characters that the field cannot contain, in the syntax of a regex
     character class, for example `<>`.
@@ -353,11 +355,9 @@ def _regex_before_whitespace(excluded_chars: str, next_literal: str) -> re.Patte
     allowed_char = f"[^{excluded_chars}]"
     if not first_word:
         return re.compile(f"{allowed_char}+")
-    # The literal starts with white space. Some models write one superfluous white-space character,
-    # so two are accepted. Without this limit, the search in a long run of white space would take
-    # quadratic time.
+    # With `\s+` instead, the search in a long run of white space would take quadratic time.
     end = rf"\s{{1,2}}{re.escape(first_word)}"
-    return re.compile(f"(?:(?!{end}){allowed_char})+")  # `(?!..)`: the text ends before `end`.
+    return re.compile(f"(?:(?!{end}){allowed_char})+")  # The match stops where `end` starts.
 
 
 def _rest_regex(next_literal: str) -> re.Pattern[str]:
@@ -369,7 +369,7 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
         ` to=f\njson<sep>`   The regex matches ` to=f\njson`, because a model may insert one line
                              break into a header.
 
-    After a line break, the regex matches at most `_MAX_WORDS_ON_SECOND_LINE` words, because a
+    On the second line, the regex matches at most `_MAX_WORDS_ON_SECOND_LINE` words, because a
     longer line is probably ordinary text. If `next_literal` is "", the regex matches the rest of
     the first line.
     """
@@ -377,8 +377,9 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     if not stop:
         return re.compile(".*")
     first_line = f"(?:(?!{stop}).)*"  # All characters before the literal.
-    spaced_words = rf"(?:[^\S\n]*\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
-    second_line = rf"\n{spaced_words}[^\S\n]*"
+    spaces = r"[^\S\n]*"  # White space without line breaks.
+    words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
+    second_line = rf"\n{words}{spaces}"
     return re.compile(f"{first_line}(?:{second_line})?")
 
 

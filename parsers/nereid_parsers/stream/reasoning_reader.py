@@ -7,6 +7,7 @@ from enum import Enum
 from nereid_parsers.declarations import Shown
 from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.calls.call_reader import CallReader
+from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.marker_kinds import MarkerKind
 from nereid_parsers.stream.pattern_matching import (
@@ -23,7 +24,8 @@ from nereid_parsers.stream.state import State
 # If a tool call starts before the reasoning is closed, the end event of the tool call has this
 # `reason`.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
-# The number of stored characters in which the marker after a tool call is searched.
+# The maximum length, in characters, of the text in which the closing marker of a tool call is
+# searched for. This text precedes a second `<think>`.
 _NUM_LAST_CHARS = 200
 
 
@@ -53,7 +55,7 @@ class ReasoningReader:
 
     __slots__ = (
         "_buffer", "_call_reader", "_calls_must_come_first", "_format", "_header_reader",
-        "_is_inline", "_last_stored_text", "_reasoning_end", "_stored_text",
+        "_is_inline", "_last_stored_text", "_reasoning_end", "_stored_pieces",
         "_stores_possible_calls", "_text_writer",
     )  # fmt: skip
 
@@ -71,11 +73,12 @@ class ReasoningReader:
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The way in which the reasoning of this message has ended.
         self._reasoning_end = _ReasoningEnd.NONE
-        # The pieces of text that `read_interrupted` has read, but that have not been written yet.
-        self._stored_text: list[str] = []
-        self._last_stored_text = ""  # The last characters of the stored text.
-        # Whether a possible tool call inside the reasoning is stored, because a closing marker may
-        # follow. At the end of a message without this marker, the tool call is read at once.
+        # In `<think>Hm<call>{..}`, the text from `<call>` on is stored until `</think>` shows that
+        # this text is reasoning, or until the message ends, which shows that it is a tool call.
+        self._stored_pieces: list[str] = []
+        self._last_stored_text = ""  # The last `_NUM_LAST_CHARS` characters of the stored text.
+        # Becomes False at the end of the message, because no `</think>` can follow. A tool call is
+        # then read at once.
         self._stores_possible_calls = True
 
     @property
@@ -236,8 +239,7 @@ class ReasoningReader:
             `<think>Use <call> here`       REASONING, because no tool call follows `<call>`
             `<think>Hm<call>{"na`          None, because more text is required
             `<think>Hm<call>{"name": ..`   INTERRUPTED_REASONING, because a later `</think>` would
-                                           show that the tool call is reasoning. If the message has
-                                           ended: CONTENT
+                                           show that the text `<call>..` is reasoning
             `<think><call>{"name": ..`     CONTENT, because the tool call ends the empty reasoning
 
         If the client receives the reasoning as content, the state INLINE_REASONING takes the place
@@ -254,13 +256,13 @@ class ReasoningReader:
     def _start_possible_call(self) -> State:
         """Return the state in which the matched tool call inside the reasoning is read.
 
-        The state is INTERRUPTED_REASONING if `</think>` may follow. `</think>` would show that the
-        tool call is a part of the reasoning. If `</think>` cannot follow, or if there is no text
-        before the tool call, the tool call ends the reasoning.
+        The state is INTERRUPTED_REASONING if `</think>` may follow, and would show that the text is
+        not a tool call. The tool call ends the reasoning, and is read in the state CONTENT, if the
+        reasoning contains no other text, or if the message has ended, so that no `</think>` can
+        follow.
         """
         # Inline reasoning is never empty, because it contains the opening marker.
         has_reasoning = self._text_writer.has_text_since_marker or self._is_inline
-        # After the end of the message, no `</think>` can follow, so no tool call is stored.
         if has_reasoning and self._stores_possible_calls:
             return State.INTERRUPTED_REASONING
         return self._end_at_call()
@@ -268,23 +270,30 @@ class ReasoningReader:
     def _match_call_at(self, marker: str) -> Head | Mismatch:
         """Match a tool call at `marker`, which is the next unread text. Do not read any text.
 
-        The marker either is the start of a tool call, such as `<call>` in `<call>{"name"`, or
-        precedes all tool calls, such as `<calls>` in `<calls><call>{"name"`. In the second case, a
-        tool call must start after the marker.
+        Examples of markers:
+
+            `<call>` in `<call>{"name"`           The marker is the start of the tool call.
+            `<calls>` in `<calls><call>{"name"`   The tool call must start after the marker, which
+                                                  precedes all tool calls.
 
         Return the header of the tool call, NEED_MORE or NO_MATCH. If the policy requires that tool
         calls come first, the reasoning contains no tool call, so the result is NO_MATCH.
         """
         if self._calls_must_come_first:
             return NO_MATCH
-        buffer = self._buffer
         calls = self._format.calls
+        marker_start = self._buffer.pos
         if marker in calls.by_marker:
-            call_start = buffer.pos
-            variants = calls.by_marker[marker]  # The ways to write a tool call with this marker.
-        else:  # The marker precedes all tool calls.
-            call_start = skip_whitespace(buffer.text, buffer.pos + len(marker))
-            variants = calls.all
+            return self._match_any(calls.by_marker[marker], marker_start)
+        return self._match_any(calls.all, marker_start + len(marker))
+
+    def _match_any(self, variants: tuple[CompiledCall, ...], pos: int) -> Head | Mismatch:
+        """Match one of several ways to write a tool call at `pos`, after any white space.
+
+        Return the header of the first variant that matches, NEED_MORE or NO_MATCH.
+        """
+        buffer = self._buffer
+        call_start = skip_whitespace(buffer.text, pos)
         for variant in variants:
             match = variant.match(buffer.text, call_start, buffer.is_final)
             # An earlier variant takes precedence, even if it needs more text.
@@ -303,8 +312,8 @@ class ReasoningReader:
                                                            again, so `<call>` has ended the first
                                                            reasoning, and starts a tool call.
 
-        The marker stays unread. Return the state in which the text or the marker is read, or None
-        if no marker has arrived. If the message ends without a marker, the parser calls
+        Return the state in which the stored text, or the marker after this text, is read. Return
+        None if no marker has arrived. If the message ends without a marker, the parser calls
         `finish_interrupted`.
         """
         bounds = self._format.reasoning_bounds
@@ -314,9 +323,10 @@ class ReasoningReader:
             return None
         if bounds.kinds[marker] is MarkerKind.CLOSE_REASONING:
             self._write_reasoning(self._take_stored_text())
-            return self._reasoning_state
+            return self._reasoning_state  # In this state, the marker `</think>` is read next.
         if self._opens_reasoning_after_call(marker):
             return self._end_at_stored_call()
+        # This `<think>` is ordinary text, so the search for `</think>` continues after it.
         self._store_text(self._buffer.take(len(marker)))
         return State.INTERRUPTED_REASONING
 
@@ -339,19 +349,19 @@ class ReasoningReader:
 
     def _store_text(self, text: str) -> None:
         """Store a piece of text that is a tool call or reasoning."""
-        self._stored_text.append(text)
+        self._stored_pieces.append(text)
         self._last_stored_text = (self._last_stored_text + text)[-_NUM_LAST_CHARS:]
 
     def _take_stored_text(self) -> str:
         """Return the text that `read_interrupted` has stored, and delete the stored text."""
-        text = "".join(self._stored_text)
-        self._stored_text = []
+        text = "".join(self._stored_pieces)
+        self._stored_pieces = []
         self._last_stored_text = ""
         return text
 
     def num_stored_chars(self) -> int:
         """Return the number of characters that `read_interrupted` has read and stored."""
-        return sum(map(len, self._stored_text))
+        return sum(map(len, self._stored_pieces))
 
     def finish_interrupted(self) -> State:
         """At the end of the message, end the reasoning before the stored tool call.
@@ -391,7 +401,8 @@ class ReasoningReader:
         if not self._opens_reasoning(marker):
             return None
         if self._is_inline:
-            self._text_writer.drop_whitespace()  # Only the white space before the marker.
+            # Only the white space before the marker is removed. `read_inline` will read the marker.
+            self._text_writer.drop_whitespace()
         else:
             self._drop_marker(marker)
         return self._reasoning_state
@@ -399,14 +410,17 @@ class ReasoningReader:
     def _opens_reasoning(self, marker: str) -> bool:
         r"""Return whether an opening marker, such as `<think>`, in the content starts reasoning.
 
+        Examples, in the order of the code:
+
             `<think>Hm`              True: the marker starts the message.
             `</tool_call><think>Hm`  True: another marker directly precedes the marker.
             `Hi <|think|>Hm`         True: ordinary text contains no special token.
             `Hi.\n<think>Hm`         True: the text before the tag does not quote the tag.
             `Write <think> first.`   False: ordinary text may contain this marker.
 
-        If the policy requires that tool calls come first, only the first example is reasoning. If
-        the client receives reasoning as content ("inline"), the fourth example is content.
+        There are two exceptions. If the policy requires that tool calls come first, all examples
+        except the first give False. If the client receives reasoning as content ("inline"), the
+        fourth example gives False.
         """
         if self._is_at_message_start():
             return True
@@ -415,7 +429,7 @@ class ReasoningReader:
         if self._text_writer.is_after_marker or is_special_token(marker):
             return True
         if self._is_inline:
-            return False  # The text stays in the content, with the white space before the marker.
+            return False
         return looks_like_markup(marker) and not self._text_writer.quotes_next_tag()
 
     def close_in_content(self, marker: str) -> State | None:
@@ -436,8 +450,8 @@ class ReasoningReader:
             `<think>Hm</think></think>`         The model repeats the marker before the content.
             `Hi<|end_think|>`                   Ordinary text contains no special token.
 
-        If the policy requires that tool calls come first, the last two markers are content. All
-        other markers, as in `Hi</think>`, are always content.
+        If the policy requires that tool calls come first, the markers in the last two examples stay
+        in the content. A marker such as `</think>` in `Hi</think>` always stays in the content.
         """
         if self._is_at_message_start():
             return True
@@ -446,9 +460,8 @@ class ReasoningReader:
             return True
         if self._calls_must_come_first:
             return False
-        if not has_output:  # Only reasoning precedes the marker.
-            return True
-        return is_special_token(marker)
+        follows_only_reasoning = not has_output
+        return follows_only_reasoning or is_special_token(marker)
 
     def _is_at_message_start(self) -> bool:
         """Return whether no reasoning, content or tool call precedes the current position."""

@@ -3,69 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
 from nereid_parsers.stream.last_line import LastLine
-
-# A function that is called for each piece of a message, in order. The arguments are the
-# classification of the piece, such as "content", and its text. Example: for
-# `Hi<call>{..}</call>`, the function receives `("content", "Hi")`, `("markup", "<call>")`,
-# `("call", "{..}")` and `("markup", "</call>")`.
-Trace = Callable[[str, str], None]
+from nereid_parsers.stream.tracer import Trace, Tracer
 
 # The classifications of text.
 _REASONING = "reasoning"
 _CONTENT = "content"
-_CALL = "call"
 _MARKUP = "markup"  # Text that no event contains, for example the marker `</think>`.
 
 # Matches the blank lines at the start of a text, but not the indentation of the first visible line.
 _match_blank_lines = re.compile(r"(?:\s*[\r\n])?").match
-
-
-class _Tracer:
-    """Passes the pieces of a message, in order, to a trace function.
-
-    Attributes:
-        function: The trace function, or None if no function receives the pieces.
-    """
-
-    __slots__ = ("_call_parts", "_may_reread_calls", "function")
-
-    def __init__(self, *, may_reread_calls: bool) -> None:
-        """Create a tracer without a trace function.
-
-        `may_reread_calls` is true if the parser may read the end of a tool call again, as other
-        text. The text of a tool call is then stored until the tool call ends.
-        """
-        self.function: Trace | None = None
-        self._may_reread_calls = may_reread_calls
-        self._call_parts: list[str] = []  # The stored text of the open tool call.
-
-    def add_call_text(self, text: str) -> None:
-        """Pass a piece of a tool call to the trace function, or store the piece."""
-        if self.function is None:
-            return
-        if self._may_reread_calls:
-            self._call_parts.append(text)
-        elif text:
-            self.function(_CALL, text)
-
-    def shorten_call(self, num_chars: int) -> None:
-        """Remove the last `num_chars` characters from the stored text of a tool call.
-
-        Example: from `{"a": "x}</call>`, the last 7 characters `</call>` are removed. `num_chars`
-        must be at least 1. If the stored text is shorter than `num_chars`, no text stays stored.
-        """
-        self._call_parts = ["".join(self._call_parts)[:-num_chars]]
-
-    def end_call(self) -> None:
-        """Pass the stored text of the tool call to the trace function, and delete this text."""
-        text = "".join(self._call_parts)
-        self._call_parts = []
-        if self.function is not None and text:
-            self.function(_CALL, text)
 
 
 class TextWriter:
@@ -103,18 +52,20 @@ class TextWriter:
         read the end of a tool call again, as other text.
         """
         self._events = events
-        self._tracer = _Tracer(may_reread_calls=may_reread_calls)
+        self._tracer = Tracer(may_reread_calls=may_reread_calls)
         # The pieces of the pending text, such as `<call>`, which may be markup or content.
         self._pending_parts: list[str] = []
-        # The white space at the end of the received text. A marker that follows removes it.
+        # The white space at the end of the received text, such as `\n` in `One\n`. It is written
+        # together with the next text, unless a marker follows.
         self._trailing_whitespace: list[str] = []
-        # The white space between the last content and a marker, such as the line break in
-        # `One\n<call>..</call>Two`. The next content event starts with this white space.
+        # If a marker follows, as in `One\n<call>..</call>Two`, the white space `\n` is moved from
+        # `_trailing_whitespace` to this attribute. The next content event is then `\nTwo`.
         self._content_separator = ""
         self._last_line = LastLine()  # It shows whether the content quotes a tag.
         self._has_reasoning = False  # Whether an event for reasoning has been appended.
-        # The number of characters at the start of the next text that belong to the prompt. Example:
-        # the prompt ends with `<th`, so the next text is `<think>`, and this number is 3.
+        # The number of characters of the prompt with which the next text starts. No event contains
+        # these characters. Example: if the prompt ends with `<th`, the next text is `<think>`, and
+        # this number is 3.
         self._num_prompt_chars = 0
         # The type of the last event for visible text, or None if a marker follows this text.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
@@ -127,7 +78,7 @@ class TextWriter:
         return self._last_text_type is not None
 
     def quotes_next_tag(self) -> bool:
-        """Return whether the text before the next tag, such as `<think>`, shows that it is quoted.
+        """Return whether the text before the next tag, such as `<think>`, quotes this tag.
 
         Examples: the tag is quoted in `Write <think>`, and not in `Hi.<think>`.
         """
@@ -149,12 +100,14 @@ class TextWriter:
     def write_reasoning(self, text: str) -> None:
         r"""Append an event for the reasoning `text`, but store its trailing white space for later.
 
-        If earlier reasoning has ended, as in `<think>A</think>Hi<think>B`, a line break separates
-        the two texts.
+        Examples of messages:
 
-        Example: after a marker, `write_reasoning("\n\nHm.\n")` appends `ReasoningDelta("Hm.")`. The
-        blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
-        next text starts with this line break, unless a marker follows.
+            message                         events
+            `<think>\n\nHm.\n`              `ReasoningDelta("Hm.")`. The blank lines after the
+                                            marker are removed, and the last line break is stored.
+            `<think>A</think>Hi<think>B`    `ReasoningDelta("A")`, `ContentDelta("Hi")` and
+                                            `ReasoningDelta("\nB")`. A line break separates the two
+                                            blocks of reasoning.
         """
         ready_text = self._take_ready_text(text)
         if not ready_text:
@@ -163,15 +116,15 @@ class TextWriter:
             ready_text = self._drop_blank_lines(ready_text)
         if self._tracer.function is not None:
             self._tracer.function(_REASONING, ready_text)
-        starts_new_block = self._has_reasoning and not self.has_text_since_marker
-        separator = "\n" if starts_new_block else ""
+        is_start_of_block = not self.has_text_since_marker  # As `B` after the second `<think>`.
+        separator = "\n" if is_start_of_block and self._has_reasoning else ""
         self._events.append(ReasoningDelta(separator + ready_text))
         self._has_reasoning = True
         self.is_after_marker = False
         self._last_text_type = ReasoningDelta
 
     def write_content(self, text: str) -> None:
-        r"""Append an event for the content `text`, but store its trailing white space for later.
+        r"""Append an event for the content `text`. `_take_ready_text` stores trailing white space.
 
         Blank lines after a marker are removed, unless they separate two pieces of content:
 
@@ -198,11 +151,12 @@ class TextWriter:
         """
         if self._num_prompt_chars:
             text = self._cut_prompt(text)
-        visible = text.rstrip()
-        starts_with_stored = visible and self._trailing_whitespace
-        ready_text = self._take_whitespace() + visible if starts_with_stored else visible
-        if len(visible) < len(text):
-            self._trailing_whitespace.append(text[len(visible) :])
+        ready_text = text.rstrip()
+        new_whitespace = text[len(ready_text) :]
+        if ready_text and self._trailing_whitespace:
+            ready_text = self._take_whitespace() + ready_text
+        if new_whitespace:
+            self._trailing_whitespace.append(new_whitespace)
         return ready_text
 
     def _drop_blank_lines(self, text: str) -> str:
@@ -226,7 +180,8 @@ class TextWriter:
         `text` contains a character that is not white space. If `text` looked like a tool call,
         `fault` describes why `text` is content.
         """
-        # The trace function has already received `_content_separator`, as a part of the markup.
+        # The trace function receives only `text`, because it has already received the white space
+        # before the marker as a part of the markup.
         if self._tracer.function is not None:
             self._tracer.function(_CONTENT, text)
         event_text = self._content_separator + text
@@ -310,9 +265,9 @@ class TextWriter:
     def finish_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> None:
         """At the end of the message, write or remove the stored white space.
 
-        The white space is written if it belongs to reasoning or content. If it belongs to markup,
-        no event is appended for it. `is_reasoning` is true if the message ends inside reasoning.
-        `has_calls` is true if the message contains a tool call.
+        Examples: after `Hi`, a line break is written as content. After `<call>..</call>`, a line
+        break belongs to the markup, so no event contains this line break. `is_reasoning` is true if
+        the message ends inside reasoning. `has_calls` is true if the message contains a tool call.
         """
         whitespace = self._take_whitespace()
         if not whitespace:
@@ -338,11 +293,12 @@ class TextWriter:
         `is_reasoning` is true if the message ends inside reasoning. `has_calls` is true if the
         message contains a tool call.
         """
-        if self.has_text_since_marker:
+        if self.has_text_since_marker:  # As in `<think>Hm\n` and `Hi\n`.
             return _REASONING if is_reasoning else _CONTENT
-        # Reasoning always follows an opening marker. This marker may be in the prompt.
-        has_markup = self.is_after_marker or is_reasoning or has_calls
-        return _MARKUP if has_markup else _CONTENT
+        # Only white space follows the last marker. This marker may be in the prompt, so that only
+        # `is_reasoning` shows that there is a marker.
+        has_marker = self.is_after_marker or is_reasoning or has_calls
+        return _MARKUP if has_marker else _CONTENT
 
     # ---- pending text --------------------------------------------------------------------------
 
@@ -386,15 +342,18 @@ class TextWriter:
     # ---- the text of calls -----------------------------------------------------------------------
 
     def drop_call_text(self, text: str) -> None:
-        """Remove `text`, a piece of a tool call, from the output. The CallWriter writes its events.
+        """Remove `text`, a piece of a tool call, from the content.
 
-        The pending text is removed, too, because it is the opening marker of the tool call. The
-        trace function receives both texts. Example: with the pending text `<call>` and the piece
-        `{"a": 1}`, it receives `<call>` as "markup" and `{"a": 1}` as "call".
+        The CallWriter writes the events of the tool call. The pending text is removed, too, because
+        it is the opening marker of the tool call. The trace function receives both texts. Example:
+        with the pending text `<call>` and the piece `{"a": 1}`, it receives `<call>` as "markup"
+        and `{"a": 1}` as "call".
         """
         if self._pending_parts:
             self.drop_pending()
-        if self._num_prompt_chars:  # The prompt ends with the start of this tool call.
+        # If the prompt ends with the start of this tool call, `drop_pending` has cut the prompt out
+        # of the pending text. `text` may start with other characters of the prompt.
+        if self._num_prompt_chars:
             text = self._cut_prompt(text)
         if self._tracer.function is not None:
             self._tracer.add_call_text(text)
@@ -422,12 +381,13 @@ class TextWriter:
         `num_unwritten_chars` is the number of characters at the end of the prompt that this writer
         has not received yet, because a reader stores them.
         """
-        # White space of the prompt must not be written before the first content of the output.
+        # The first text of the output must not start with white space of the prompt, or with a line
+        # break that separates the text from the reasoning in the prompt.
         self._trailing_whitespace = []
         self._content_separator = ""
         self._has_reasoning = False
-        # The pending text and the unwritten characters belong to the prompt, but they stay stored,
-        # because later text shows whether they are content.
+        # The pending text and the unwritten characters belong to the prompt, but this writer and
+        # the readers keep them, because later text shows whether they are content.
         self._num_prompt_chars = len(self.pending_text) + num_unwritten_chars
 
     def _cut_prompt(self, text: str) -> str:

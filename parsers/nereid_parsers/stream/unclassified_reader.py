@@ -40,17 +40,18 @@ class UnclassifiedReader:
         self.is_reasoning_by_default = False
 
     def is_needed(self) -> bool:
-        """Return whether an unknown prompt makes the first text ambiguous (reasoning or content).
+        """Return whether the first text may be reasoning or content if the prompt is not known.
 
-        Example: an unknown prompt may end with `<think>`. The text `Hm` is then reasoning if the
-        output is `Hm</think>Hi`, and content if the output is `Hm`.
+        The first text, such as `Hm` in `Hm</think>Hi`, may be reasoning in two cases:
+
+        - Some templates of the model family end the prompt with `<think>` (`Opener.EITHER`).
+        - The policy treats text before `</think>` as reasoning, even without `<think>`
+          (`StrayClose.REASONING`).
         """
         reasoning = self._format.reasoning
         if reasoning is None or reasoning.shown is Shown.INLINE:
-            return False  # The client receives all text as content.
-        # `Opener.EITHER`: in this model family, only some templates end the prompt with `<think>`.
+            return False  # The client receives all text as content, so no decision is needed.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
-        # `StrayClose.REASONING`: the text before `</think>` is reasoning, even without `<think>`.
         opening_may_be_missing = self._stray_close is StrayClose.REASONING
         return prompt_may_open_reasoning or opening_may_be_missing
 
@@ -79,10 +80,10 @@ class UnclassifiedReader:
         return self._restart(is_reasoning=self.is_reasoning_by_default)
 
     def _restart(self, *, is_reasoning: bool) -> State:
-        """Put the stored text back into the buffer, so that the parser reads it as classified.
+        """Put the stored text back into the buffer, because it is now known what the text is.
 
-        Return the state in which the parser reads reasoning if `is_reasoning` is true, and
-        otherwise the state CONTENT.
+        Return the state in which the text is read: the state for reasoning if `is_reasoning` is
+        true, and otherwise the state CONTENT.
         """
         self._buffer.push_back("".join(self._stored_text))
         self._stored_text = []

@@ -135,11 +135,6 @@ class ChatProcessor:
         """
         self.limits = limits or ImageLimits()
         self.processor: Any = load_processor(folder, config)
-        if getattr(self.processor, "chat_template", None) is None:
-            # The chat template can be in tokenizer_config.json, from which transformers reads it
-            # only for the tokenizer.
-            tokenizer = getattr(self.processor, "tokenizer", None)
-            self.processor.chat_template = getattr(tokenizer, "chat_template", None)
         # For each kind of media that the processor does not accept, `refused` contains the reason.
         # The kinds are "images", "videos" and "audio".
         self.refused = refused_kinds(self.processor)

@@ -51,6 +51,8 @@ def has_chat_template(folder: Path) -> bool:
 def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
     """Return the processor of a checkpoint. It prepares texts, images, videos and audio.
 
+    A processor without a chat template gets the chat template of its tokenizer.
+
     Many processors contain a component for videos, and this component needs torchvision. If
     torchvision is missing, the processor is loaded without this component, and accepts no videos.
 
@@ -71,6 +73,11 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
         raise ModelError(
             f"the processor in {folder} accepts no media: {'; '.join(refused.values())}"
         )
+    if getattr(processor, "chat_template", None) is None:
+        # The chat template can be in tokenizer_config.json, from which transformers reads it only
+        # for the tokenizer.
+        tokenizer = getattr(processor, "tokenizer", None)
+        processor.chat_template = getattr(tokenizer, "chat_template", None)
     return processor
 
 

@@ -6,7 +6,6 @@ Each check raises a CliError if it fails.
 import errno
 import importlib.util
 import json
-import shlex
 import socket
 import subprocess
 import sys
@@ -150,19 +149,11 @@ def _check_checkpoint_files(folder: Path) -> None:
         elif (checkpoint := _find_checkpoint_inside(folder)) is not None:
             remedy = f"Give the checkpoint {checkpoint}."
         raise CliError(f"the folder {folder} has no config.json. {remedy}")
-    if not any(folder.glob("*.safetensors")):
-        raise CliError(
-            f"the folder {folder} has no *.safetensors file. If a program for training wrote the "
-            "folder, export the model with the method save_pretrained of transformers. If the "
-            "folder has pickle files, such as pytorch_model.bin, convert them with this command, "
-            f"which runs no code of the checkpoint: {shlex.quote(sys.executable)} -m "
-            f"nereid_backend.tools.convert_pickle_files {shlex.quote(str(folder))}"
-        )
     for name in _JSON_FILES:
         _check_json(folder / name)
-    damage = weight_files.find_damage(folder)
-    if damage:
-        raise CliError(damage)
+    problem = weight_files.find_problem(folder)
+    if problem is not None:
+        raise CliError(problem)
 
 
 def _check_json(path: Path) -> None:

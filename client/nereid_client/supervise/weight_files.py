@@ -1,4 +1,4 @@
-"""Finds incomplete weight files in a checkpoint. Only the headers of the files are read.
+"""Finds missing and incomplete weight files in a checkpoint. Only the headers are read.
 
 Reading the headers finds an interrupted download in milliseconds. Loading the weights would take
 seconds or minutes.
@@ -9,7 +9,9 @@ the header (JSON with the offsets of each tensor), and the bytes of the tensors
 """
 
 import json
+import shlex
 import struct
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,8 +58,16 @@ def safetensors_files(folder: Path) -> list[Path]:
         return [file for file in files if file.name != _ADAPTER]
 
 
-def find_damage(folder: Path) -> str | None:
+def find_problem(folder: Path) -> str | None:
     """Describe the first damaged or missing weight file. Return None if all files are intact."""
+    if not any(folder.glob("*.safetensors")):
+        return (
+            f"the folder {folder} has no *.safetensors file. If a program for training wrote the "
+            "folder, export the model with the method save_pretrained of transformers. If the "
+            "folder has pickle files, such as pytorch_model.bin, convert them with this command, "
+            f"which runs no code of the checkpoint: {shlex.quote(sys.executable)} -m "
+            f"nereid_backend.tools.convert_pickle_files {shlex.quote(str(folder))}"
+        )
     index = folder / _INDEX
     if not (folder / "model.safetensors").is_file() and index.is_file():
         return _damage_of_shards(folder, index)

@@ -147,7 +147,7 @@ def _grammar_schema(schema: object) -> object:
 
 
 def _is_omitted(keyword: str, value: object) -> bool:
-    """Return whether a keyword is a description or a harmful pattern, which schemas do not need."""
+    """Return whether a keyword is left out, because it is a description or a harmful pattern."""
     is_description = keyword in _DESCRIPTIONS and isinstance(value, str)
     return is_description or (keyword == "pattern" and _is_harmful_pattern(value))
 

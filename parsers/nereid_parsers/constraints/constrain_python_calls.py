@@ -50,7 +50,7 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     json_text = json_schema(schema)
     if types == _BOOLEAN_ONLY:
         return one_of(const("True"), const("False"), json_text)
-    if types is not None and "null" in types and _may_list_null(schema):
+    if types is not None and "null" in types and _choices_allow_null(schema):
         return one_of(const("None"), json_text)
     # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.
     is_restricted = any(keyword in schema for keyword in _STRING_RESTRICTIONS)
@@ -59,12 +59,12 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     return json_text
 
 
-def _may_list_null(schema: Mapping[str, Any]) -> bool:
-    """Return False if a schema lists the allowed values, and null is not one of them.
+def _choices_allow_null(schema: Mapping[str, Any]) -> bool:
+    """Return whether the values that a schema lists, for example in `enum`, include null.
 
-    Example: the result is False for `{"type": ["integer", "null"], "enum": [1]}`. Although `type`
-    allows null, `enum` does not. The result is True for `{"enum": [1, None]}` and for a schema that
-    lists no values.
+    Examples: the result is True for `{"enum": [1, None]}`. It is False for
+    `{"type": ["integer", "null"], "enum": [1]}`, in which `type` allows null, but `enum` does not.
+    If the schema lists no values, the result is True.
     """
     choices = choices_of(schema)
     return not choices or None in choices

@@ -17,61 +17,12 @@ from nereid_parsers.constraints.enforceable_multiple import (
     with_enforced_multiple,
     with_integer_bounds,
 )
+from nereid_parsers.constraints.rewriting_budget import RewritingBudget
 from nereid_parsers.constraints.schema_merging import CannotMergeError, merge_schemas
 from nereid_parsers.constraints.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 from nereid_parsers.stream.values.argument_types import decode_reference_name
 
 _MAX_DEPTH = 64
-# The maximum number of references that are replaced by their definitions in one document. A
-# definition may refer twice to a second definition, which may refer twice to a third, and so on.
-# Without this limit, the time would grow exponentially with the number of such definitions.
-_MAX_REPLACEMENTS = 256
-# The maximum number of JSON values that may be copied in one document. The values of a definition
-# are copied for each reference that the definition replaces. The values of an `allOf` with n
-# members are counted n times, because each step of the merging copies the previous result. Without
-# this limit, 256 references to a definition with 40,000 properties would need gigabytes, and the
-# time for merging an `allOf` would grow with the square of the number of its members.
-_MAX_COPIED_VALUES = 200_000
-
-
-class _Budget:
-    """The numbers of references that may still be replaced, and values that may still be copied."""
-
-    def __init__(self) -> None:
-        """Create a budget of `_MAX_REPLACEMENTS` references and `_MAX_COPIED_VALUES` values."""
-        self._num_replacements_left = _MAX_REPLACEMENTS
-        self._num_values_left = _MAX_COPIED_VALUES
-
-    def spend_replacement(self, definition: object) -> None:
-        """Subtract one reference, and the values of its `definition`, from the budget.
-
-        Raises:
-            CannotMergeError: The budget is too small for the reference or for the values.
-        """
-        if self._num_replacements_left == 0:
-            raise CannotMergeError("too many references have been replaced")
-        self._num_replacements_left -= 1
-        self.spend_copies(definition)
-
-    def spend_copies(self, value: object, num_copies: int = 1) -> None:
-        """Subtract `num_copies` copies of a JSON value and its inner values from the budget.
-
-        Example: `[1, 2]` consists of three values: the list and its two items.
-
-        Raises:
-            CannotMergeError: The budget is too small for the copies. All later calls then raise
-                this error, too.
-        """
-        unread = [value]
-        while unread:
-            self._num_values_left -= num_copies
-            if self._num_values_left < 0:
-                raise CannotMergeError("too many values have been copied")
-            inner = unread.pop()
-            if isinstance(inner, Mapping):
-                unread.extend(inner.values())
-            elif isinstance(inner, list | tuple):
-                unread.extend(inner)
 
 
 class _Scope(NamedTuple):
@@ -87,7 +38,7 @@ class _Scope(NamedTuple):
     """
 
     root: object
-    budget: _Budget
+    budget: RewritingBudget
     replaced_references: frozenset[str] = frozenset()
 
     def with_replaced(self, references: Iterable[str]) -> _Scope:
@@ -131,7 +82,7 @@ def rewrite_for_xgrammar(schema: object) -> Any:  # noqa: ANN401 - JSON
         {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 22} returns
         {"enum": [10, 15, 20]}.
     """
-    return _rewrite(schema, _Scope(schema, _Budget()), depth=0)
+    return _rewrite(schema, _Scope(schema, RewritingBudget()), depth=0)
 
 
 def _rewrite(value: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 - JSON
@@ -373,7 +324,8 @@ def _flatten_part(part: object, scope: _Scope) -> _ScopedSchema:
 def _replace_reference(schema: Schema, scope: _Scope) -> _ScopedSchema:
     """Replace the keyword `$ref` of a schema by the definition to which the keyword refers.
 
-    The definition is merged with the other keywords. Example: if the definition `T` is
+    The definition is merged with the other keywords, so that the result accepts only values that
+    match the definition and the other keywords. Example: if the definition `T` is
     `{"type": "integer"}`, the schema `{"$ref": "#/$defs/T", "minimum": 1}` gives
     `{"minimum": 1, "type": "integer"}`. A schema without `$ref` is returned unchanged.
 

@@ -266,7 +266,7 @@ def _check_declared_format(
 
 
 def _describe_declaration(entry: QuarantineEntry) -> str:
-    """Return a text for the report: it states that and why the format is declared, not inferred."""
+    """Return a text for the report with the model and the reason why its format is declared."""
     return f"The format was recognised, not inferred ({entry.model}). {entry.reason}"
 
 

@@ -14,14 +14,14 @@ T7b  two strings, one with markup       whether strings with markup are quoted
 T8   a call; content before the call    what ends the content
 
 T1 and T2 return the rendered tool calls, from which the readers in `calls/` infer the format. The
-comparisons T3 to T7b are in `calls/call_changes.py`. T3 to T7b only explain the format in the
-report.
+comparisons T3 to T7b are in `calls/call_changes.py`, and only explain the format in the report. T8
+is in `calls/content_before_call.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
@@ -31,7 +31,10 @@ from nereid_parsers.template.calls.call_numbers import mask_call_numbers
 from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, split_text_after_calls
 from nereid_parsers.template.calls.calls_without_arguments import add_call_without_arguments
-from nereid_parsers.template.content import strip_reasoning_markers
+from nereid_parsers.template.calls.content_before_call import (
+    find_markup_before_call,
+    record_content_before_call,
+)
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
     EOS_TOKEN,
@@ -51,15 +54,11 @@ from nereid_parsers.template.conversation import (
     conversation_with_calls,
 )
 from nereid_parsers.template.known_formats import add_family_variants
-from nereid_parsers.template.markup.difference import text_between
-from nereid_parsers.template.markup.markers import leading_marker, markers
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
 from nereid_parsers.template.unrendered_calls import guess_tool_section
 
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
-# The answer of this conversation has content and a tool call.
-_CONTENT_AND_CALL = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +84,6 @@ class ToolFindings:
     with_content: bool = False
     end_markers: tuple[str, ...] = ()
     inner_headers: tuple[str, ...] = ()
-
-
-class _MarkupBeforeCall(NamedTuple):
-    """The markup before the tool call in a message with content and a tool call.
-
-    Attributes:
-        turn_markers: The markers, such as `<|end|>` and `<|start|>assistant`, between the turn of
-            the content and the turn of the tool call. Empty if the message is one turn.
-        content_opening: The text that opens the content, such as `<|note|>`, if it differs from the
-            text that opens the content of messages without tool calls. Otherwise, "".
-    """
-
-    turn_markers: tuple[str, ...]
-    content_opening: str
-
-    def inner_headers(self) -> tuple[str, ...]:
-        """Return all this markup as the value of `ToolFindings.inner_headers`."""
-        if not self.content_opening:
-            return self.turn_markers
-        return (*self.turn_markers, self.content_opening)
 
 
 def find_tools(
@@ -134,9 +113,9 @@ def find_tools(
     record_two_calls(prober, two_calls)  # T2
     texts = _call_texts(renderer, one_call, two_calls)
     record_changed_calls(prober)  # T3 to T7b, which only the report needs
-    before_call = _find_markup_before_call(renderer)
+    before_call = find_markup_before_call(renderer)
     if before_call is not None:
-        _record_content_before_call(prober, before_call)  # T8
+        record_content_before_call(prober, before_call)  # T8
     findings = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=before_call is not None,
@@ -305,91 +284,6 @@ def record_two_calls(prober: Prober, two_calls: str) -> None:
         right=conversation,
         finding=finding,
     )
-
-
-def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None:
-    """Render a message with content and a tool call. Return the markup before the tool call.
-
-    The result has two parts:
-
-    - `turn_markers`: Some templates write the content and the tool call as two turns, as in
-      "CONTENT<|end|><|start|>assistant<call>..". In this example, the markers are `<|end|>`, which
-      ends the first turn, and `<|start|>assistant`, which opens the second turn.
-    - `content_opening`: Some templates open the content with `<|note|>` if a tool call follows, but
-      with `<|answer|>` in a message without tool calls. In this example, the text is `<|note|>`.
-
-    Return None if the template does not render both the content and the tool call.
-    """
-    message = renderer.turn.text_after_header(_CONTENT_AND_CALL) or ""
-    between = text_between(message, CONTENT_TEXT, FIRST_TOOL)
-    if between is None:
-        return None
-    before_content, _, _ = message.partition(CONTENT_TEXT)
-    return _MarkupBeforeCall(
-        turn_markers=_turn_markers_between(between, renderer.turn.header.strip()),
-        content_opening=_opening_only_with_calls(renderer, before_content),
-    )
-
-
-def _opening_only_with_calls(renderer: CallRenderer, before_content: str) -> str:
-    """Return the text that opens the content only in messages with a tool call, or "".
-
-    `before_content` is the text before the content of a message with a tool call. The wrapper of
-    the renderer contains the texts around the content of messages without tool calls. In these
-    examples, `renderer.wrapper.open` is `<|answer|>`:
-
-        before_content   result
-        `<|note|>`       `<|note|>`
-        `<|answer|>`     "", because this text does not depend on the tool call
-    """
-    usual_wrapper = renderer.wrapper
-    if usual_wrapper is None:
-        return ""  # No text opens the content of messages without tool calls.
-    opening = strip_reasoning_markers(before_content, renderer.reasoning).strip()
-    if not leading_marker(opening):
-        return ""  # The text is not a marker, so it belongs to the content.
-    return "" if opening == usual_wrapper.open.strip() else opening
-
-
-def _record_content_before_call(prober: Prober, before_call: _MarkupBeforeCall) -> None:
-    """Record for the report how a template writes a message with both content and a tool call.
-
-    The report calls this comparison "T8": a message with a tool call is compared with a message
-    with content and the same tool call. `before_call` is the markup before this tool call.
-
-    Mutates: `prober.comparisons`.
-    """
-    if before_call.turn_markers:  # The markers between the turns of the content and of the call.
-        finding = "Content and calls are written as separate turns."
-    else:
-        finding = "Content is written before the call."
-    prober.record(
-        "T8 content before a call",
-        "The message has content.",
-        left=conversation_with_calls(*ONE_CALL),
-        right=_CONTENT_AND_CALL,
-        finding=finding,
-    )
-
-
-def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:
-    """If the content and the tool call are in two turns, return the markers between the turns.
-
-    Between two turns, an end marker closes the first turn, and the header opens the second turn.
-    The result contains the header and the first end marker, if there is one. The parser removes
-    each of these texts, so their order has no meaning. If there is only one turn, the result is ().
-
-    >>> _turn_markers_between("<|end|><|start|>assistant<call>", header="<|start|>assistant")
-    ('<|start|>assistant', '<|end|>')
-    >>> _turn_markers_between("<call>", header="<|start|>assistant")
-    ()
-    """
-    has_two_turns = bool(header) and header in between
-    if not has_two_turns:
-        return ()
-    end_of_first_turn, _, _ = between.partition(header)
-    end_markers = markers(end_of_first_turn)
-    return (header, *end_markers[:1])
 
 
 def _infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:

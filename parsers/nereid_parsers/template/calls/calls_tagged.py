@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from nereid_parsers.template.calls.call_texts import (
     markup_of_two_calls,
     split_at_words,
 )
+from nereid_parsers.template.calls.tags_of_values import TextAroundArgument, add_tags_of_number
 from nereid_parsers.template.conversation import (
     FIRST_KEY,
     FIRST_TOOL,
@@ -27,11 +27,8 @@ from nereid_parsers.template.conversation import (
     SECOND_VALUE,
     SPECIAL_VALUE,
 )
-from nereid_parsers.template.markup.difference import common_suffix, difference
 from nereid_parsers.template.markup.list_markup import ListMarkup, list_markup
 
-# Matches a word, or a single character outside the words, such as `=`.
-_WORD_OR_CHARACTER = re.compile(r"[^\W_]+|[\W_]")
 _NUMBER_TEXT = str(NUMBER_VALUE)
 
 
@@ -63,26 +60,6 @@ class _TwoArguments(NamedTuple):
     between_arguments: str  # `</k><k `, which precedes the second key
     before_second_value: str  # `>`
     after_last_value: str  # `</k></c>`
-
-
-class _TextAroundArgument(NamedTuple):
-    """The texts before the key, between the key and the value, and after the value of an argument.
-
-    Example: `<json key="a">41</json></call>` has `before_key` `<json key="`, `before_value` `">`
-    and `after_value` `</json></call>`.
-    """
-
-    before_key: str
-    before_value: str
-    after_value: str
-
-    def opening_tag(self) -> str:
-        """Return the pattern of the opening tag, in which `{key}` is the field for the key.
-
-        >>> _TextAroundArgument('<arg key="', '">', "</arg>").opening_tag()
-        '<arg key="{key}">'
-        """
-        return escape_braces(self.before_key) + "{key}" + escape_braces(self.before_value)
 
 
 class _Quotes(NamedTuple):
@@ -204,13 +181,13 @@ def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArgument
 
     Example: if a template writes the string `<p k="a">x</p>` and the number `<p k="a">41</p>`, the
     result contains the tags `<p k="{key}">` and `</p>`. If strings and numbers have different tags,
-    see `_add_tags_of_number`.
+    see `add_tags_of_number`.
 
     `texts` are the rendered tool calls. `markup` is the text around the names, keys and string
     values in these tool calls.
     """
     arguments = markup.arguments
-    around_string = _TextAroundArgument(
+    around_string = TextAroundArgument(
         before_key=arguments.item_open,  # `<p k="`
         before_value=markup.before_value,  # `">`
         after_value=_text_after_plain_string(texts),  # `</p></call>`
@@ -222,10 +199,10 @@ def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArgument
     around_number = _text_around_number(texts.number, arguments)
     if around_number is None:
         return string_tags
-    return _add_tags_of_number(string_tags, around_string, around_number)
+    return add_tags_of_number(string_tags, around_string, around_number)
 
 
-def _text_around_number(call: str, arguments: ListMarkup) -> _TextAroundArgument | None:
+def _text_around_number(call: str, arguments: ListMarkup) -> TextAroundArgument | None:
     """Return the texts around the only argument of a rendered tool call, which is the number 41.
 
     Example: in `<call f><p k="a">41</p></call>`, `<p k="` precedes the key, `">` precedes the
@@ -246,63 +223,7 @@ def _text_around_number(call: str, arguments: ListMarkup) -> _TextAroundArgument
     return around_number._replace(before_key=before_key)
 
 
-def _add_tags_of_number(
-    string_tags: TaggedArguments,
-    around_string: _TextAroundArgument,
-    around_number: _TextAroundArgument,
-) -> TaggedArguments:
-    """Return the tags around strings and numbers. The tags `string_tags` enclose strings.
-
-    `around_string` are the texts around a string in a rendered tool call, and `around_number` are
-    the texts around a number. There are three cases:
-
-        case   string                      number                       opening tags in the result
-        1      <p k="a" type="str">x</p>   <p k="a" type="int">41</p>   <p k="{key}" type="{type}">
-        2      <p k="a">x</p>              <p k="a">41</p>              <p k="{key}">
-        3      <str k="a">x</str>          <int k="a">41</int>          <str k="{key}">, and
-                                                                        <int k="{key}"> in `also`
-    """
-    tag_with_type = _opening_tag_with_type(around_string, around_number)
-    if tag_with_type is not None:
-        return replace(string_tags, open=tag_with_type)  # Case 1
-    number_close = _closing_tag_of_number(
-        around_number.after_value, around_string.after_value, string_close=string_tags.close
-    )
-    number_tags = TaggedArguments(around_number.opening_tag(), number_close)
-    if number_tags == string_tags:
-        return string_tags  # Case 2
-    return replace(string_tags, also=(number_tags,))  # Case 3
-
-
-def _closing_tag_of_number(after_number: str, after_string: str, string_close: str) -> str:
-    """Return the closing tag of a number, such as `</json>`.
-
-    If the closing tags of numbers and strings differ, the result is the text that follows only a
-    number. Here, `</call>` follows both values, so it closes the tool call:
-
-    >>> _closing_tag_of_number("</json></call>", "</text></call>", string_close="</text>")
-    '</json>'
-
-    If the closing tags are equal, all text after a number also follows a string. The result is then
-    the closing tag of a string, without the closing quote that follows only a string:
-
-    >>> _closing_tag_of_number("</arg></call>", "'</arg></call>", string_close="'</arg>")
-    '</arg>'
-
-    Args:
-        after_number: The text from the end of a number to the end of a tool call.
-        after_string: The text from the end of a string to the end of a tool call.
-        string_close: The closing tag of a string, and the closing quote before the tag, if any.
-    """
-    common_end = common_suffix(after_number, after_string)  # consists of whole tags
-    only_after_number = after_number.removesuffix(common_end)
-    if only_after_number:
-        return only_after_number  # `</json>`
-    closing_quote = after_string.removesuffix(common_end)
-    return string_close.removeprefix(closing_quote)
-
-
-def _text_around_argument(call: str, *words_of_value: str) -> _TextAroundArgument | None:
+def _text_around_argument(call: str, *words_of_value: str) -> TextAroundArgument | None:
     """Return the texts around the only argument in a rendered tool call.
 
     Example: the tool call `<call f><json key="a">41</json></call>` gives `><json key="`, `">` and
@@ -313,7 +234,7 @@ def _text_around_argument(call: str, *words_of_value: str) -> _TextAroundArgumen
     if pieces is None:
         return None
     _before_name, before_key, before_value, *_inside_value, after_value = pieces
-    return _TextAroundArgument(before_key, before_value, after_value)
+    return TextAroundArgument(before_key, before_value, after_value)
 
 
 def _text_after_plain_string(texts: CallTexts) -> str:
@@ -325,53 +246,6 @@ def _text_after_plain_string(texts: CallTexts) -> str:
     _, _, after_key = texts.one_call.partition(FIRST_KEY)
     _, _, after_value = after_key.partition(FIRST_VALUE)
     return after_value
-
-
-def _opening_tag_with_type(string: _TextAroundArgument, number: _TextAroundArgument) -> str | None:
-    """Return the pattern of an opening tag that states the type of the value: `type="{type}"`.
-
-    `string` and `number` are the texts around a string and around a number. Their opening tags must
-    differ in one word, such as "string" and "number", that states the type. Otherwise, return None.
-    In the result, a field replaces this word: `{type}`, or the field `{string}`, see `_type_field`.
-
-    >>> string = _TextAroundArgument('<arg key="', '" type="string">', "</arg>")
-    >>> number = _TextAroundArgument('<arg key="', '" type="number">', "</arg>")
-    >>> _opening_tag_with_type(string, number)
-    '<arg key="{key}" type="{type}">'
-    """
-    if string.before_key != number.before_key:
-        return None
-    # The texts are compared word by word, because only one word of a tag states the type. By
-    # default, `difference` compares whole tags. In the example, the common prefix is `" type="`,
-    # the words "string" and "number" differ, and the common suffix is `">`.
-    before_type, string_word, number_word, after_type = difference(
-        string.before_value, number.before_value, split=_WORD_OR_CHARACTER.findall
-    )
-    field = _type_field(string_word, number_word)
-    if field is None:
-        return None
-    after_key = escape_braces(before_type) + field + escape_braces(after_type)
-    return escape_braces(string.before_key) + "{key}" + after_key
-
-
-def _type_field(string_word: str, number_word: str) -> str | None:
-    """Return the field that replaces a word in the pattern of a tag, such as `{type}`.
-
-    The word depends on the type of the argument's value. `string_word` is from the tag of a
-    rendered string, and `number_word` is from the tag of a rendered number:
-
-        tag of a string    tag of a number    result
-        type="string"      type="number"      "{type}": the word is the name of the type
-        string="true"      string="false"     "{string}": the word states whether it is a string
-        kind="a"           kind="b"           None: the meaning of the word is unknown
-    """
-    if string_word == "true" and number_word == "false":
-        return "{string}"
-    # Templates use many words for the type of the number 41, such as "number", "int" and "float".
-    # Therefore, any word is accepted.
-    if string_word in ("string", "str") and number_word.isalnum():
-        return "{type}"
-    return None
 
 
 def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:

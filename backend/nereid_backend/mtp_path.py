@@ -76,7 +76,7 @@ class HiddenStates:
     """
 
     def __init__(self, path: ForwardPath, decoder: torch.nn.Module) -> None:
-        """Wrap `path`, which runs the large model, and record the outputs of the decoder."""
+        """Wrap the forward path of the large model, and record the outputs of the decoder."""
         self._path = path
         # The outputs of the decoder during the forward pass that is running.
         self._outputs: list[Tensor] = []

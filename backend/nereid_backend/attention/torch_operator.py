@@ -99,7 +99,7 @@ def _attend_meta(
     layer: int,  # noqa: ARG001
     scale: float,  # noqa: ARG001
 ) -> Tensor:
-    """Return an uninitialised tensor with the output's shape, which torch needs for tracing."""
+    """Return an uninitialised tensor with the shape of the output, for torch's tracing."""
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 

@@ -321,7 +321,7 @@ def _supports_groups(weight: IntegerWeight, bits: int) -> bool:
 
 
 def _check_shape(weight: LazyWeight, shape: Sequence[int], layer: nn.Linear) -> None:
-    """Raise a ModelError if a weight, which has the given shape, does not fit its layer."""
+    """Raise a ModelError if the shape of a weight differs from the shape that its layer needs."""
     if tuple(shape) != tuple(layer.weight.shape):
         raise ModelError(
             f"the weight {weight.origin} has the shape {tuple(shape)}, but its layer needs the "

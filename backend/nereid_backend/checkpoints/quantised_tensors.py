@@ -119,7 +119,7 @@ class LazyWeight:
 
     @property
     def main_tensor(self) -> StoredTensor:
-        """The tensor that contains the numbers of the weight, which may be quantised.
+        """The tensor that contains the numbers of the weight. The numbers may be quantised.
 
         An unquantised weight has only this tensor.
         """
@@ -132,7 +132,7 @@ class LazyWeight:
 
     @property
     def is_unquantised_matrix(self) -> bool:
-        """Whether the weight is not quantised and has two dimensions."""
+        """Whether the weight is an unquantised matrix, which has two dimensions."""
         return self.layout is None and len(self.main_tensor.shape) == 2
 
     @property

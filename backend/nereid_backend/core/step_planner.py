@@ -308,7 +308,7 @@ class StepPlanner:
         return True
 
     def _select_victim(self, index: int) -> Sequence:
-        """Return the sequence to preempt next: the running sequence at `index` or a later one."""
+        """Return the sequence to preempt next: the sequence at `index` or a later sequence."""
         if self.requests.waiting.has_several_clients:
             return cheapest_victim_of_largest_client(index, self.running)
         return cheapest_victim(index, self.running)

@@ -122,7 +122,7 @@ def _fail_if_cancelled(result: "Future[T]", job: "Future[None]") -> None:
 
 
 def _store_outcome(work: Callable[[], T], result: "Future[T]") -> None:
-    """Call `work`, and store its return value or its exception in `result`, which is a future.
+    """Call `work`, and store its return value or its exception in the future `result`.
 
     `work` compiles a grammar. If `result` has been cancelled, do nothing.
     """

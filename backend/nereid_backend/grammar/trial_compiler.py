@@ -46,7 +46,7 @@ class TrialCompiler:
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], timeout_s: float
     ) -> None:
-        """Create an object that tests grammars in a child process, which is not started yet.
+        """Create an object that tests grammars in a child process. The process is not started yet.
 
         The first call of `submit` starts the process.
 

@@ -141,7 +141,7 @@ class TrialServer:
                 self._connection.send((job.job_id, Outcome.LATE.value, ""))
 
     def _handle_message(self, message: tuple[Any, ...]) -> None:
-        """Handle a message from the engine, which adds or removes a job.
+        """Handle a message from the engine that adds or removes a job.
 
         Examples: ("compile", 7, "regex", "a+") adds the job 7, and ("cancel", 7) removes this job.
         """

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers on a CPU with weights of 4-bit, 6-bit or 8-bit integers, which share a scale and a zero by group.
+// Linear layers on a CPU with weights of 4-bit, 6-bit or 8-bit integers, with a scale and a zero point for each group.
 // grouped_linear.py calls this function through a plain C interface.
 //
 // cpu_integers.h describes the layout of the weights. The rows of the input are quantised to signed integers of 8 bits
 // with one scale for each row and group, so that the products of a group are exact sums of integers:
 //
-//     out[r][o] = sum over g of scale[o][g] * row_scale[r][g] * (sum of value * x - zero[o][g] * sum of x)
+//     out[r][o] = sum over g of scale[o][g] * row_scale[r][g] * (sum of value * x - zero_point[o][g] * sum of x)
 //
 // The result of a row is the same for any number of rows. Row tiles, panels and prefetches are those of cpu_linear.cpp.
 //
@@ -211,7 +211,7 @@ inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row,
     for (int v = 0; v < V; ++v) {
       const int64_t place = ((panel + v / kParts) * groups + g) * kPanel + v % kParts * kWideLanes;
       const WideFloats scale = load_float16(weights.scales + place);
-      // The scales and zeros of the next P panels are prefetched.
+      // The scales and zero points of the next P panels are prefetched.
       if (P > 1 && v % kParts == 0) prefetch_group(weights, place + P * groups * kPanel);
       const WideFloats zero = weights.zeros ? load_zeros(weights, place) : WideFloats{};
 #pragma GCC unroll 12
@@ -245,8 +245,8 @@ constexpr std::array<decltype(&rows<kBits, 1>), sizeof...(R)> rows_of(std::integ
 }
 
 // Quantises one group of a row, [count] numbers, which are padded with zeros to group_size. Returns its scale and sum.
-// If a number is not finite, the scale is NaN. `shared_zero` is the zero that all groups of the weights share, or 0. The
-// inputs of four numbers are `stride` apart.
+// If a number is not finite, the scale is NaN. `shared_zero` is the zero point that all groups of the weights share, or
+// 0. The inputs of four numbers are `stride` apart.
 template <int kBits, typename Number>
 RowGroup quantise(const Number* from, int64_t count, int64_t group_size, int32_t shared_zero,
                   typename Products<kBits>::Input* to, int64_t stride) {

@@ -14,7 +14,7 @@
 struct RowGroup {
   float scale;    // integers are converted back to inputs by multiplying them by `scale`
   float sum;      // the sum of the integers
-  int32_t start;  // -sum times the zero that all groups share; 0 if each group of the weights has its own zero
+  int32_t start;  // -sum times the zero point that all groups share; 0 if the groups have different zero points
 };
 
 // The quantised rows of the inputs, and the address of the outputs.

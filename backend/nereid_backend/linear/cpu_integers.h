@@ -4,7 +4,7 @@
 //
 // A group is `group_size` consecutive inputs of one output. The integers are unsigned:
 //
-//     weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]         with g = i / group_size
+//     weight[o][i] = (value[o][i] - zero_point[o][g]) * scale[o][g]   with g = i / group_size
 //
 // Values are stored in panels of 16 outputs. A quad is four inputs of 16 outputs, 64 values, which one vector of 512 bits
 // or two vectors of 256 bits contain, four bytes for each output:
@@ -17,8 +17,8 @@
 // Example: with 4 bits, the inputs 1, 2, 3, 4, 5, 6, 7, 8 of one output are the bytes 0x51, 0x62, 0x73, 0x84. With 6
 // bits, the byte that contains the upper bits 0, 1, 2, 3 of the first inputs of four quads is 0xe4.
 //
-// Scales are float16 numbers, [panel][group][16]. Zeros have the same shape. They are bytes if all zeros of the layer are
-// integers from 0 to 255, and float16 numbers otherwise.
+// Scales are float16 numbers, [panel][group][16]. Zero points have the same shape. They are bytes if all zero points of
+// the layer are integers from 0 to 255, and float16 numbers otherwise.
 
 #pragma once
 
@@ -87,13 +87,13 @@ inline WideFloats subtract_product(WideFloats c, WideFloats a, WideFloats b) { r
 
 constexpr int kParts = kPanel / kWideLanes;  // vectors of one panel
 
-// Loads the zeros of one vector of outputs, and converts them to float32. `place` is the index of the first zero.
+// Loads the zero points of one vector of outputs as float32 numbers. `place` is the index of the first zero point.
 inline WideFloats load_zeros(const GroupedWeights& weights, int64_t place) {
   return weights.has_byte_zeros ? load_bytes(static_cast<const uint8_t*>(weights.zeros) + place)
                                 : load_float16(static_cast<const uint16_t*>(weights.zeros) + place);
 }
 
-// Prefetches the scales and zeros of one group of a panel. `place` is the index of the first scale.
+// Prefetches the scales and zero points of one group of a panel. `place` is the index of the first scale.
 inline void prefetch_group(const GroupedWeights& weights, int64_t place) {
   __builtin_prefetch(weights.scales + place, 0, 2);
   const auto* zeros = static_cast<const uint8_t*>(weights.zeros);

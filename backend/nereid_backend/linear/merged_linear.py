@@ -115,9 +115,9 @@ class MergedLayer(nn.Linear):
             attribute.
     """
 
-    # The names of the tensors that contain the weights of a layer. Their first index selects an
-    # output or a panel of outputs. The first layer of a group has a buffer "merged_<name>" for each
-    # of them, which contains the tensors of all layers of the group.
+    # The names of the tensors that contain the weights of a layer. The first index of such a tensor
+    # selects an output or a panel of outputs. For each name, the first layer of a group has a
+    # buffer "merged_<name>". The buffer contains the tensors of all layers of the group.
     weight_names: ClassVar[tuple[str, ...]] = ("weight",)
 
     group: _MergedGroup

@@ -245,7 +245,7 @@ def _trials_of_undivided_model(config: EngineConfig, hook: AttentionHook, shard:
 
 @contextmanager
 def _more_threads() -> Iterator[None]:
-    """Let torch use all CPUs except one, which is left for the server, until the context ends.
+    """Until the context ends, let torch use all CPUs except one. The server needs this CPU.
 
     The other ranks must be idle meanwhile.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the plan of each forward pass into a message, which rank 0 sends to the other ranks.
+"""Converts the plan of each forward pass into a message from rank 0 to the other ranks.
 
 A message contains only the data that a forward pass needs. Data that was in an earlier message is
 omitted. Example: a sequence has the block table [7, 2]. After 32 tokens, the sequence gets block 9.

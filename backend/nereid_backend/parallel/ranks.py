@@ -120,7 +120,7 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Convert an error in the `with` block, which computes a forward pass, to a LostRankError.
+        """Convert an error of the forward pass in the `with` block to a LostRankError.
 
         A rank is one of the processes that compute the model together. This process is rank 0. If
         another rank has failed first, the error contains the reason of that failure.

@@ -29,7 +29,7 @@ class _TableRow:
         self._num_removed = 0
 
     def remove_freed(self, num_freed: int) -> None:
-        """Replace the first `num_freed` blocks, which the sequence has freed, by the null block.
+        """Replace the first `num_freed` blocks by the null block, because they have been freed.
 
         A freed block may already contain tokens of another sequence.
         """

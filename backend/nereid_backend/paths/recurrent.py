@@ -290,7 +290,7 @@ class RowsPath:
         return parts
 
     def _continue_state(self, chunk: Chunk) -> Tensor:
-        """Compute the tokens of a chunk in one pass, which starts from the state of the sequence.
+        """Compute the tokens of a chunk in one pass that starts from the state of the sequence.
 
         Returns:
             Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.

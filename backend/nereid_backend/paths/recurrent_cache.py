@@ -133,7 +133,7 @@ class SequenceStates:
         cache: Any,  # noqa: ANN401 - an untyped cache
         num_tokens: list[int],
     ) -> None:
-        """Store the states of several sequences, which have no stored states yet.
+        """Store the states of several sequences that have no stored states yet.
 
         The caller has removed any older states of these sequences with `take` or `delete`.
 

@@ -246,7 +246,7 @@ class LogitsProcessor:
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[tuple[int, ...], Integers]:
-    """Group bad words of several tokens by their beginning, which is all tokens except the last.
+    """Group bad words of several tokens by their beginning: all tokens except the last token.
 
     A lookup of the newest output tokens therefore returns all tokens that would complete a bad
     word. A search in the list of bad words would take too long if a request has thousands of them.

@@ -59,7 +59,7 @@ class RankedRows(NamedTuple):
 
 
 def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
-    """Divide the rows of logits into slices, which the caller processes one after another.
+    """Divide the rows of logits into slices. The caller processes one slice after another.
 
     Intermediate results are as large as the logits of a slice. On a CPU, slices of a few megabytes
     save time, because the intermediate results fit into the caches. For a batch with a large

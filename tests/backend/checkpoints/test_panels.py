@@ -39,7 +39,7 @@ def test_panels_contain_the_weights_of_the_checkpoint(writer, tmp_path):
     assert len(layers) == 14
     for name, layer in layers.items():
         weight = expected[f"{name}.weight"]
-        # The panels store scales and zeros as float16.
+        # The panels store scales and zero points as float16.
         difference = (layer.dequantised() - weight).abs().max()
         assert difference <= 2e-3 * weight.abs().max(), name
     for name, weight in model.state_dict().items():

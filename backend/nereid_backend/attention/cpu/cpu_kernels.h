@@ -81,10 +81,10 @@ struct Prefill {
 struct GroupedWeights {
   const uint8_t* values;
   const uint16_t* scales;    // float16
-  const void* zeros;         // bytes or float16; null if each zero is 2^(bits - 1)
+  const void* zeros;         // bytes or float16; null if each zero point is 2^(bits - 1)
   int64_t bits, group_size;  // 4, 6 or 8 bits; a multiple of 8 inputs (16 with 6 bits), at most 128
   int64_t dim, num_outputs;
-  int64_t has_byte_zeros;    // 1 if each zero is a byte
+  int64_t has_byte_zeros;    // 1 if each zero point is a byte
 };
 
 // A product that computes one linear layer, or several merged layers one after the other.

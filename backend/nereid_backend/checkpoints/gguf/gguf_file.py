@@ -100,7 +100,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file, which describes the tensors and contains the metadata.
+    """Read the header of a GGUF file: the metadata, and the descriptions of the tensors.
 
     The numbers of the tensors are not read.
 
@@ -254,7 +254,7 @@ class _Reader:
         raise ValueError(f"a metadata value has the unknown type {kind}")
 
     def _array(self) -> list[Any]:
-        """Return the next array, which is stored as element type, length, and elements."""
+        """Return the next array. The file contains its element type, length and elements."""
         element_kind = self.number(_UINT32)
         num_elements = self.number(_UINT64)
         if element_kind in _FORMATS:

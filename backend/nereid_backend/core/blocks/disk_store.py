@@ -329,7 +329,7 @@ class DiskStore:
 
 
 def _split_header(data: bytes) -> tuple[bytes, bytes]:
-    """Split the content of a file into its header, which is the first line, and the bytes after it.
+    """Split the content of a file into the header (the first line) and the bytes after the header.
 
     Example: a file with the lines '{"size": 2}' and 'ab' gives b'{"size": 2}' and b"ab".
     """

@@ -228,7 +228,7 @@ class StateSnapshots:
         sequence.num_snapshot_tokens = position
 
     def _store_or_delete(self, block_hash: bytes, snapshot_id: int) -> None:
-        """Store a new snapshot under a hash. If the hash already has one, delete the new one."""
+        """Store a new snapshot under a hash. If the hash has an older one, delete the new one."""
         if block_hash in self._ids:
             self._deleted.append(snapshot_id)
             self._note_use(block_hash)

@@ -142,7 +142,7 @@ class Trials:
         return self.get(spec.layers, is_generated=spec.uses_generated_trial)
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
-        """Return the test sequences and the expected logits, which are computed only once.
+        """Return the test sequences and the expected logits. They are computed only once.
 
         Args:
             layers: the attention layers of the path. One test sequence is longer than the windows

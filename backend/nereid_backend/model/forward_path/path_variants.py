@@ -67,7 +67,7 @@ def path_variants(
 def _packed_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> Iterator[PathSpec]:
-    """Yield the only variant of `packed`, which is a way to run a model; see `packed_spec`.
+    """Yield the only variant of the forward path `packed`; see `packed_spec`.
 
     This function is a generator, so that its code runs only when the path is tried.
     """

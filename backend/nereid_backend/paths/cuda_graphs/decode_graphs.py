@@ -299,7 +299,7 @@ class StaticStep:
                 table.index_copy_(0, rows, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the inputs of one forward pass, which the caller can capture as a CUDA graph.
+        """Return the inputs of one forward pass. The caller can capture the pass as a CUDA graph.
 
         The inputs are the tensors of this object. A replay of the captured run therefore reads the
         values that `fill` has copied into these tensors.

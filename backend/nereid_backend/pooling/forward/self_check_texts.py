@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates short random texts, which test the methods that compute batches of texts.
+"""Creates short random texts for testing the methods that compute batches of texts.
 
 The module also compares the vectors of these texts.
 """

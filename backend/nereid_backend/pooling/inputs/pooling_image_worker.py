@@ -61,7 +61,7 @@ def _import_libraries() -> None:
 
 
 def _configure_libraries() -> None:
-    """Set up Pillow and torch, which are already imported, for this process."""
+    """Set up Pillow and torch for this process. Both packages are already imported."""
     import torch
 
     from nereid_backend.vision.read_image import ImageLimits

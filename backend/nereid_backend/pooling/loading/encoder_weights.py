@@ -109,7 +109,7 @@ def _translated_errors(spec: CheckpointSpec) -> Iterator[None]:
 
 
 def _describe_damage(spec: CheckpointSpec, error: Exception) -> str:
-    """Return the error message for a damaged checkpoint, which transformers cannot load.
+    """Return the error message for a damaged checkpoint that transformers cannot load.
 
     `error` is the exception of transformers' `from_pretrained`.
     """

@@ -116,7 +116,7 @@ def _read_architecture_and_task(
 
 
 def _embedding_modules(settings: PoolingConfig, modules: list[ModuleSpec]) -> list[ModuleSpec]:
-    """Return the modules of an embedding model, which are described in the checkpoint's files.
+    """Read the descriptions of an embedding model's modules from the checkpoint's files.
 
     The result is empty if the setting `pooling` replaces the modules, or if the modules are for
     another task.

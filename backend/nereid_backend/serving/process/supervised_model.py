@@ -131,7 +131,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:
-        """Handle the message [kind, *values], which a child process has sent."""
+        """Handle the message [kind, *values] from a child process."""
 
     @abstractmethod
     def do_periodic_work(self) -> float:

@@ -143,7 +143,7 @@ class TorchVarlen:
 
 
 def _shared_prefill_sequences(inputs: LayerInputs) -> _Sequences:
-    """Return the metadata of a step's prefills, which is built once for all layers of the step.
+    """Return the metadata of a step's prefills. It is built once for all layers of the step.
 
     Mutates: `inputs.rows.shared`, in which the first layer stores the metadata.
     """

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.token_bytes import byte_fallback, byte_level, sentence_piece
+from nereid_backend.tokenizer_file import apply_tokenizer_file
 
 # The token mask of one sequence. It has ceil(size / 32) words, and one bit for each token. Bit i of
 # word w belongs to token 32 * w + i.
@@ -217,6 +219,7 @@ def load_vocabulary(path: str, vocab_size: int) -> Vocabulary:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
+        apply_tokenizer_file(tokenizer, Path(path))
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise RequestError(
             "grammar: grammars and thinking budgets cannot be used, because the checkpoint's "

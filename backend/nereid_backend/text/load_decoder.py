@@ -12,6 +12,7 @@ from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
     describe_tokenizer_error,
 )
+from nereid_backend.tokenizer_file import apply_tokenizer_file
 
 _FILES = (*VOCABULARIES, "tokenizer_config.json")
 
@@ -34,6 +35,7 @@ def load_decoder(path: str) -> Callable[[list[int]], str]:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
+        apply_tokenizer_file(tokenizer, folder)
     except Exception as error:
         # A broken file can cause any exception in transformers.
         raise ModelError(

@@ -17,6 +17,7 @@ from transformers.video_utils import VideoMetadata
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import ModelError, RequestError, first_line
+from nereid_backend.tokenizer_file import apply_tokenizer_file
 from nereid_backend.vision.audio_parts import FoundAudio, read_audio
 from nereid_backend.vision.image_digest import TOKEN_TYPES, arguments_digest
 from nereid_backend.vision.load_processor import audio_processor, load_processor, refused_kinds
@@ -81,6 +82,7 @@ class TextProcessor:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+            apply_tokenizer_file(self._tokenizer, folder)
         except (ValueError, OSError, KeyError, ImportError) as error:
             raise ModelError(
                 f"the tokenizer in {folder} cannot be loaded: {first_line(error)}"

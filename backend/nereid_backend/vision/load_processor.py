@@ -20,6 +20,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from nereid_backend.core.image_inputs import KINDS
 from nereid_backend.errors import ModelError, first_line
+from nereid_backend.tokenizer_file import apply_tokenizer_file
 from nereid_backend.vision.torchvision_operators import declare_operators
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -68,6 +69,8 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
             f"the processor in {folder} cannot be loaded: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
+    if (tokenizer := getattr(processor, "tokenizer", None)) is not None:
+        apply_tokenizer_file(tokenizer, folder)
     refused = refused_kinds(processor)
     if len(refused) == len(KINDS):
         raise ModelError(

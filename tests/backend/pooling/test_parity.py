@@ -3,13 +3,25 @@
 The texts are computed one by one, and in a batch with texts of other lengths.
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from backend.pooling.tiny import FAMILIES, NORMALIZE, Family, add_modules, copy_of, pooling
+from backend.pooling.tiny import (
+    FAMILIES,
+    NORMALIZE,
+    VOCABULARY,
+    WORDS,
+    Family,
+    add_modules,
+    copy_of,
+    pooling,
+)
 from nereid_backend import Embedder, UnsupportedModelError
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer, T5EncoderModel
 
 
@@ -39,6 +51,25 @@ def test_a_padding_token_in_a_text_has_the_position_that_transformers_gives_it(e
     assert embedder.info.path == "packed"
     expected = np.stack([rows.mean(0) for rows in token_vectors(folder, texts)])
     np.testing.assert_allclose(embedder.encode(texts), expected, rtol=0, atol=1e-4)
+
+
+def test_texts_are_divided_by_the_rules_of_tokenizer_json(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("deberta-v2"), tmp_path)
+    pieces = [(f"▁{word}" if word in WORDS else word, -1.0) for word in VOCABULARY]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=VOCABULARY.index("<unk>")))
+    # DebertaV2Tokenizer of transformers has another normalizer, which keeps a no-break space.
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    (folder / "tokenizer.json").unlink()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").unlink()
+    special = {"cls_token": "<s>", "sep_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    config = {"tokenizer_class": "DebertaV2Tokenizer", "mask_token": "<mask>", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    embedder = Embedder(str(folder), pooling="mean", num_threads=1)
+    token_ids = [VOCABULARY.index(word) for word in ("<s>", "w1", "w2", "w3", "</s>")]
+    vectors = embedder.encode(["w1 w2\u00a0w3"])
+    np.testing.assert_allclose(vectors, embedder.encode([token_ids]), rtol=0, atol=1e-6)
 
 
 # One family for each forward path, and the families with special attention.

@@ -7,9 +7,10 @@ normalizer and the pre-tokenizer of tokenizer.json by their own.
 import json
 
 import pytest
-from backend.text.tokenizers_zoo import SPECIAL, TEXT, byte_fallback, byte_level
+from backend.text.tokenizers_zoo import SPECIAL, TEXT, byte_fallback, byte_level, unigram
+from nereid_backend.grammar.vocabulary import load_vocabulary
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
-from tokenizers import Regex, Tokenizer, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import TokenizersBackend
 
 
@@ -30,6 +31,24 @@ def digits_first() -> Tokenizer:
     return tokenizer
 
 
+def compatible_characters() -> Tokenizer:
+    """Return a tokenizer that replaces a no-break space by a space, as that of DeBERTa v3."""
+    tokenizer = Tokenizer.from_str(unigram().to_str())
+    spaces = normalizers.Replace(Regex(" {2,}"), " ")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), spaces])
+    return tokenizer
+
+
+def word_pieces(*, lowercase: bool) -> Tokenizer:
+    """Return a tokenizer that divides words, as that of BERT."""
+    words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "The", "the", "quick"]
+    ids = {word: token_id for token_id, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
 def save(tokenizer, folder, class_name, model_type, **settings):
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": class_name, **settings}
@@ -46,15 +65,45 @@ def save(tokenizer, folder, class_name, model_type, **settings):
         (digits_first, "PreTrainedTokenizerFast", "qwen2"),
         (byte_fallback, "LlamaTokenizerFast", "qwen2"),
         (byte_fallback, "LlamaTokenizer", "llama"),
+        (unigram, "PreTrainedTokenizerFast", "qwen2"),
+        (compatible_characters, "DebertaV2Tokenizer", "deberta-v2"),
+        (compatible_characters, "XLMRobertaTokenizer", "xlm-roberta"),
+        (compatible_characters, "T5Tokenizer", "t5"),
     ],
 )
 def test_the_rules_of_tokenizer_json_are_used(create, class_name, model_type, tmp_path):
     expected = create()
     save(expected, tmp_path, class_name, model_type)
     tokenizer = load_tokenizer(str(tmp_path))
-    for text in ("a   1\n   2 dogs", " the quick", f"{SPECIAL}the"):
+    for text in ("a   1\n   2 dogs", " the quick", f"{SPECIAL}the", "the\u00a0quick ½ 你"):
         found = tokenizer.encode(text, add_special_tokens=False)
         assert found == expected.encode(text, add_special_tokens=False).ids
+
+
+def test_special_tokens_are_added_as_in_tokenizer_json(tmp_path):
+    expected = Tokenizer.from_str(byte_level().to_str())
+    expected.add_special_tokens(["<s>", "</s>"])
+    start, end = (expected.token_to_id(token) for token in ("<s>", "</s>"))
+    # The class would add two tokens </s> between the texts of a pair.
+    expected.post_processor = processors.BertProcessing(("</s>", end), ("<s>", start))
+    save(expected, tmp_path, "RobertaTokenizer", "roberta")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer("the", "quick")["input_ids"] == expected.encode("the", "quick").ids
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_the_lower_case_of_berts_class_has_priority(lowercase, tmp_path):
+    save(word_pieces(lowercase=True), tmp_path, "BertTokenizer", "bert", do_lower_case=lowercase)
+    tokens = load_tokenizer(str(tmp_path)).tokenize("The quick")
+    assert tokens == (["the", "quick"] if lowercase else ["The", "quick"])
+
+
+def test_a_grammar_reads_the_bytes_of_tokens_by_the_rules_of_tokenizer_json(tmp_path):
+    tokenizer = byte_fallback()
+    save(tokenizer, tmp_path, "LlamaTokenizerFast", "qwen2")
+    vocabulary = load_vocabulary(str(tmp_path), tokenizer.get_vocab_size())
+    assert vocabulary.tokens[tokenizer.token_to_id("▁the")] == b" the"
+    assert vocabulary.tokens[tokenizer.token_to_id("<0xC3>")] == b"\xc3"
 
 
 def test_a_class_with_the_rules_of_tokenizer_json_is_used(tmp_path):

@@ -11,6 +11,7 @@ from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
     describe_tokenizer_error,
 )
+from nereid_backend.tokenizer_file import apply_tokenizer_file
 
 
 def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
@@ -31,6 +32,7 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
             trust_remote_code=False,
             **read_tokenizer_arguments(spec.folder),
         )
+        apply_tokenizer_file(tokenizer, spec.folder)
     except Exception as error:
         # If a file is broken, the tokenizers library raises a plain Exception, not a subclass.
         raise ModelError(

@@ -17,11 +17,11 @@ from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
 from nereid_backend.text.prompt_encoder import PromptEncoder
-from nereid_backend.text.tokenizer_file import ignores_tokenizer_file
 from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
     describe_tokenizer_error,
 )
+from nereid_backend.tokenizer_file import apply_tokenizer_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,10 +70,7 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
             trust_remote_code=False,
             **_missing_settings(folder),
         )
-        if ignores_tokenizer_file(tokenizer, folder):
-            from transformers import TokenizersBackend
-
-            tokenizer = TokenizersBackend.from_pretrained(model, local_files_only=True)
+        apply_tokenizer_file(tokenizer, folder)
     except Exception as error:
         # A broken file can cause any exception in transformers.
         raise ModelError(

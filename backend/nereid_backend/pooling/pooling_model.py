@@ -41,7 +41,7 @@ from nereid_backend.pooling.inputs.vision_language_prompts import (
     RetrievalPrompts,
 )
 from nereid_backend.pooling.load_model import LoadedModel, load_model
-from nereid_backend.pooling.loading.checkpoint_spec import MASKED, RETRIEVAL, TOWERS
+from nereid_backend.pooling.loading.checkpoint_spec import CAUSAL, MASKED, RETRIEVAL, TOWERS
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, Value
 from nereid_backend.pooling.split_batch import split_batch
@@ -121,10 +121,11 @@ class PoolingModel:
         """
         layers = self._loaded.layers
         has_layers = any((layers.tokens, layers.vector, layers.sparse, layers.multi_vector))
+        has_vocabulary_head = self._loaded.spec.loader in (MASKED, CAUSAL)
         # The test runs the layers on the token vectors of a text. If the model does not compute
         # such vectors, the test is skipped.
         computes_token_vectors = self._loaded.forward is not None
-        if not has_layers or not computes_token_vectors:
+        if not computes_token_vectors or not (has_layers or has_vocabulary_head):
             return
         text_len = min(_TEST_TOKENS, self.info.max_model_len)
         token_ids = random_batch(self._loaded.encoder, (text_len,)).token_ids.tolist()
@@ -135,7 +136,7 @@ class PoolingModel:
                 raise ModelError(
                     f"{self.info.model}: the layers that compute {kind} output from the vectors of "
                     f"{self.info.architecture} do not fit these vectors ({first_line(error)}). "
-                    "Download the checkpoint again."
+                    "Download the checkpoint again, or use a model of another architecture."
                 ) from error
             if output is None:
                 raise ModelError(f"{self.info.model}: {NOT_FINITE}")

@@ -18,7 +18,13 @@ from backend.pooling.tiny import (
     save_tokenizer,
     text,
 )
-from nereid_backend import ConfigError, ModelError, RequestError, Reranker
+from nereid_backend import (
+    ConfigError,
+    ModelError,
+    RequestError,
+    Reranker,
+    UnsupportedModelError,
+)
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
@@ -104,6 +110,15 @@ def test_the_activation_is_the_one_that_the_checkpoint_names(encoder_of, pairs, 
     assert reranker.info.activation == "none"
     expected = CrossEncoder(str(folder), device="cpu").predict(pairs)
     np.testing.assert_allclose(reranker.score(pairs), expected, rtol=0, atol=1e-5)
+
+
+def test_a_head_that_reads_a_chat_template_is_refused(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("qwen3", "sequence", num_labels=1), tmp_path)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    # sentence-transformers writes the entry `message`, because the tokenizer has a chat template.
+    CrossEncoder(str(folder), device="cpu").save_pretrained(str(folder / "saved"))
+    with pytest.raises(UnsupportedModelError, match="texts are rendered with the chat template"):
+        Reranker(str(folder / "saved"))
 
 
 def test_the_command_in_the_error_converts_the_pickle_files_of_a_reranker(

@@ -10,6 +10,7 @@ import torch
 from backend.pooling.tiny import (
     NORMALIZE,
     VOCABULARY,
+    Family,
     add_modules,
     copy_of,
     pooling,
@@ -22,7 +23,13 @@ from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
-from transformers import AutoModel, AutoTokenizer, CLIPImageProcessor, CLIPModel
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    CLIPImageProcessor,
+    CLIPModel,
+)
 
 DENSE = "sentence_transformers.base.modules.dense.Dense"
 SPLADE = (
@@ -165,7 +172,7 @@ def test_a_length_limit_of_a_tokenizer_that_is_no_number_is_refused(encoder_of, 
 def test_an_embedder_that_reads_a_chat_template_is_refused(encoder_of, tmp_path):
     folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
     (folder / "sentence_bert_config.json").write_text('{"modality_config": {"message": {}}}')
-    with pytest.raises(UnsupportedModelError, match="embeds texts with a chat template"):
+    with pytest.raises(UnsupportedModelError, match="texts are rendered with the chat template"):
         Embedder(str(folder))
 
 
@@ -249,6 +256,17 @@ def test_splade_vectors_equal_those_of_sentence_transformers(encoder_of, texts):
         dense_weights = np.zeros(len(VOCABULARY), dtype=np.float32)
         dense_weights[list(weights)] = list(weights.values())
         np.testing.assert_allclose(dense_weights, row, rtol=0, atol=1e-5)
+
+
+def test_the_head_of_longformer_computes_splade_vectors(texts, tmp_path):
+    # This head reads a field of the base model's output that other heads do not read.
+    folder = Family("longformer", "longformer", {"attention_window": 16}).save(tmp_path, "masked")
+    weights = Embedder(str(folder), pooling="splade", num_threads=1).encode_sparse(texts[:1])
+    model = AutoModelForMaskedLM.from_pretrained(folder)
+    inputs = AutoTokenizer.from_pretrained(folder)(texts[0], return_tensors="pt")
+    with torch.inference_mode():
+        expected = model(**inputs).logits[0].relu().log1p().amax(0)
+    assert_sparse_vectors_equal(weights, expected[None].numpy())
 
 
 @pytest.mark.parametrize("strategy", ["max", "sum"])

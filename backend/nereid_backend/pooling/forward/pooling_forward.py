@@ -224,6 +224,16 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
         yield start, logits
 
 
+class _BaseOutput(BaseModelOutputWithPoolingAndCrossAttentions):
+    """An output of a base model that contains only token vectors.
+
+    Any other field is None. Example: the head of Longformer reads `global_attentions`.
+    """
+
+    def __getattr__(self, name: str) -> None:
+        """Return None for each attribute that is missing."""
+
+
 @contextmanager
 def replace_base_output(encoder: Encoder, rows: Tensor) -> Iterator[None]:
     """Return a context manager that makes the base model return the token vectors `rows`.
@@ -238,9 +248,7 @@ def replace_base_output(encoder: Encoder, rows: Tensor) -> Iterator[None]:
     # to the token vectors.
     pooler = getattr(base, "pooler", None)
     pooled = pooler(rows) if isinstance(pooler, torch.nn.Module) else None
-    output = BaseModelOutputWithPoolingAndCrossAttentions(
-        last_hidden_state=rows, pooler_output=pooled
-    )
+    output = _BaseOutput(last_hidden_state=rows, pooler_output=pooled)
     # A hook of torch could replace the output, but not skip the computation. This attribute hides
     # the method `forward` of the class until the `finally` block below deletes the attribute.
     base.forward = lambda *_, **__: output

@@ -152,16 +152,19 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
     config_sentence_transformers.json.
 
     Raises:
-        UnsupportedModelError: the checkpoint embeds chat messages, but is not a supported
-            vision-language model.
+        UnsupportedModelError: the checkpoint converts texts to chat messages, but is neither a
+            generative reranker nor a supported vision-language model.
     """
     settings = read_settings(spec.folder)  # saved by sentence-transformers
     takes_messages = _takes_messages(spec, settings)
     requires_messages = "message" in (settings.get("modality_config") or {})
-    if spec.task == "embed" and requires_messages and not takes_messages:
+    is_generative_reranker = spec.task == "rerank" and spec.architecture.endswith(GENERATIVE)
+    if requires_messages and not takes_messages and not is_generative_reranker:
         raise UnsupportedModelError(
-            f"{spec.folder} embeds texts with a chat template (modality_config), but it is no "
-            "vision-language model. This is not supported."
+            f"{spec.folder}: the settings file of sentence-transformers has the entry message in "
+            "modality_config, so texts are rendered with the chat template. This is supported only "
+            "for generative rerankers and vision-language models. If the model was trained without "
+            "a chat template, remove the entry. Otherwise, use another checkpoint."
         )
     if not takes_messages:
         _check_tokenizer_arguments(spec.folder, _tokenizer_arguments(settings))

@@ -37,6 +37,23 @@ _MODEL_SETTINGS = (
 )
 
 
+def settings_of_mistral(folder: Path) -> dict[str, Any]:
+    """Return the settings that a tokenizer of Mistral needs, but that its files do not contain.
+
+    Some checkpoints of Mistral have only tekken.json, the vocabulary. The library mistral_common,
+    which defines this format, adds a BOS token to each text. Other checkpoints of Mistral also have
+    a tokenizer.json that divides texts into words by a wrong pattern. With the setting
+    fix_mistral_regex, transformers corrects this pattern.
+    """
+    if not (folder / "tekken.json").is_file():
+        return {}
+    other_files = ("tokenizer.json", "tokenizer_config.json")
+    has_only_vocabulary = not any((folder / name).is_file() for name in other_files)
+    if has_only_vocabulary:
+        return {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    return {"fix_mistral_regex": True}
+
+
 def apply_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Replace the rules of a loaded tokenizer by the rules of tokenizer.json where they differ.
 

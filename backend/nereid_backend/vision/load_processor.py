@@ -20,7 +20,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from nereid_backend.core.image_inputs import KINDS
 from nereid_backend.errors import ModelError, first_line
-from nereid_backend.tokenizer_file import apply_tokenizer_file
+from nereid_backend.tokenizer_file import apply_tokenizer_file, settings_of_mistral
 from nereid_backend.vision.torchvision_operators import declare_operators
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -69,8 +69,8 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
             f"the processor in {folder} cannot be loaded: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
-    if (tokenizer := getattr(processor, "tokenizer", None)) is not None:
-        apply_tokenizer_file(tokenizer, folder)
+    if getattr(processor, "tokenizer", None) is not None:
+        _correct_tokenizer(processor.tokenizer, folder)
     refused = refused_kinds(processor)
     if len(refused) == len(KINDS):
         raise ModelError(
@@ -82,6 +82,15 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
         tokenizer = getattr(processor, "tokenizer", None)
         processor.chat_template = getattr(tokenizer, "chat_template", None)
     return processor
+
+
+def _correct_tokenizer(tokenizer: Any, folder: Path) -> None:  # noqa: ANN401 - transformers'
+    """Change the tokenizer of a processor so that texts get the same tokens as without media."""
+    apply_tokenizer_file(tokenizer, folder)
+    settings = settings_of_mistral(folder)
+    if settings:
+        corrected = _from_pretrained(AutoTokenizer, folder, **settings)
+        tokenizer.backend_tokenizer.pre_tokenizer = corrected.backend_tokenizer.pre_tokenizer
 
 
 def _load(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'

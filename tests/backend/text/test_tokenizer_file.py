@@ -5,13 +5,15 @@ normalizer and the pre-tokenizer of tokenizer.json by their own.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from backend.text.tokenizers_zoo import SPECIAL, TEXT, byte_fallback, byte_level, unigram
 from nereid_backend.grammar.vocabulary import load_vocabulary
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
+from nereid_backend.vision import load_processor
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import TokenizersBackend
+from transformers import AutoConfig, AutoTokenizer, TokenizersBackend
 
 
 def digits_first() -> Tokenizer:
@@ -119,7 +121,8 @@ def test_a_class_creates_the_rules_for_add_prefix_space(tmp_path):
     assert tokenizer.tokenize("the quick")[0] == "th"  # "▁the" with a space
 
 
-def test_words_have_the_pattern_of_tekken_json_with_checkpoints_of_mistral(tmp_path):
+def save_mistral(folder):
+    """Write a tokenizer.json of Mistral, which divides words by a wrong pattern."""
     content = json.loads(byte_level().to_str())
     # transformers changes only large tokenizers: at least as many tokens as the ones of Mistral.
     content["model"]["vocab"] |= {f"<unused{number}>": number for number in range(400, 100_400)}
@@ -127,8 +130,27 @@ def test_words_have_the_pattern_of_tekken_json_with_checkpoints_of_mistral(tmp_p
     words = pre_tokenizers.Split(Regex(r"\p{L}+|[^\p{L}]+"), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
-    save(tokenizer, tmp_path, "LlamaTokenizerFast", "mistral")
-    (tmp_path / "tekken.json").write_text("{}")
-    backend = load_tokenizer(str(tmp_path)).backend_tokenizer
+    save(tokenizer, folder, "LlamaTokenizerFast", "mistral")
+    (folder / "tekken.json").write_text("{}")
+
+
+def words_of(tokenizer, text):
+    """Return the words into which a tokenizer divides a text."""
+    pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
+    return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+
+def test_words_have_the_pattern_of_tekken_json_with_checkpoints_of_mistral(tmp_path):
+    save_mistral(tmp_path)
     # The pattern of tekken.json splits a word before a capital letter that follows a small letter.
-    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("aBc")] == ["a", "Bc"]
+    assert words_of(load_tokenizer(str(tmp_path)), "aBc") == ["a", "Bc"]
+
+
+def test_a_prompt_with_images_has_the_words_of_a_prompt_without_images(tmp_path, monkeypatch):
+    save_mistral(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert words_of(tokenizer, "aBc") == ["aBc"]
+    processor = SimpleNamespace(image_processor=object(), tokenizer=tokenizer)
+    monkeypatch.setattr(load_processor, "_load", lambda *_: processor)
+    loaded = load_processor.load_processor(tmp_path, AutoConfig.from_pretrained(tmp_path))
+    assert words_of(loaded.tokenizer, "aBc") == ["a", "Bc"]

@@ -21,7 +21,7 @@ from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
     describe_tokenizer_error,
 )
-from nereid_backend.tokenizer_file import apply_tokenizer_file
+from nereid_backend.tokenizer_file import apply_tokenizer_file, settings_of_mistral
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
             model,
             local_files_only=True,
             trust_remote_code=False,
-            **_missing_settings(folder),
+            **settings_of_mistral(folder),
         )
         apply_tokenizer_file(tokenizer, folder)
     except Exception as error:
@@ -83,23 +83,6 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
-
-
-def _missing_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings that a tokenizer of Mistral needs, but that its files do not contain.
-
-    Some checkpoints of Mistral have only tekken.json, the vocabulary. The library mistral_common,
-    which defines this format, adds a BOS token to each text. Other checkpoints of Mistral also have
-    a tokenizer.json that divides texts into words by a wrong pattern. With the setting
-    fix_mistral_regex, transformers corrects this pattern.
-    """
-    if not (folder / "tekken.json").is_file():
-        return {}
-    other_files = ("tokenizer.json", "tokenizer_config.json")
-    has_only_vocabulary = not any((folder / name).is_file() for name in other_files)
-    if has_only_vocabulary:
-        return {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    return {"fix_mistral_regex": True}
 
 
 def _import_tokenizer_class() -> Any:  # noqa: ANN401 - transformers' class has no types

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_tokenizer_eos_id(folder: Path) -> int | None:
-    """Return the id of the tokenizer's end-of-sequence token; None if the files do not contain it.
+    """Return the id of the tokenizer's end-of-sequence token; None if the files have no such token.
 
     Example: the eos_token "<|im_end|>" in tokenizer_config.json and the token {"id": 7, "content":
     "<|im_end|>"} in tokenizer.json return 7.

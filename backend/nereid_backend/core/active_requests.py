@@ -147,7 +147,8 @@ class ActiveRequests:
         if sequence in request.followers:
             self._remove_from_followers(request, sequence)
         elif request.waits_for_prompt:
-            # `sequence` was the leader, and it ends before the prompt is computed.
+            # `sequence` was the leader, and it ends before it has computed the prompt. Therefore,
+            # another sequence of the request must compute the prompt.
             self._promote_first_follower(request)
 
     def _remove_from_request(self, request: Request, sequence: Sequence) -> None:
@@ -158,7 +159,10 @@ class ActiveRequests:
             del self._requests[sequence.request_id]
 
     def _promote_first_follower(self, request: Request) -> None:
-        """Let the first follower compute the prompt in place of the leader, which has ended."""
+        """Let the first waiting sequence of a request compute the prompt.
+
+        The sequence that should have computed the prompt (the leader) has ended.
+        """
         new_leader = request.followers.pop(0)
         self.waiting.add(new_leader)
 

@@ -340,8 +340,8 @@ class StepPlanner:
         """
         if self.must_wait_for_step:
             # A running sequence needs the blocks of another sequence, which can be preempted only
-            # when the previous step has ended. Admit no sequence until then, because it would take
-            # the blocks that are still free.
+            # when the previous step has ended. Admit no sequence until then, because a newly
+            # admitted sequence would take the blocks that are still free.
             return
         waiting = self.requests.waiting
         while waiting and self.running.free_rows and budget > 0:

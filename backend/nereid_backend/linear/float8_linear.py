@@ -68,7 +68,7 @@ class Float8Product:
         if self.has_row_scales:
             # The weight is transposed, so its scales must be transposed, too.
             weight_scales = weight_scales.t()
-            # With one scale for each row, torch can compute only a bfloat16 result.
+            # If each row has its own scale, torch can compute only a bfloat16 result.
             dtype = torch.bfloat16
         product: Tensor = torch._scaled_mm(
             rounded_rows, weight.t(), scale_a=row_scales, scale_b=weight_scales, out_dtype=dtype

@@ -94,7 +94,7 @@ class NativeAdapters:
         # pass the keys to the kernels.
         self._hook_keys = _hook_keys(layers)
         self._stored: dict[Adapter, _StoredAdapter] = {}
-        # True if the matrices of the adapters are bfloat16, False if they are float32.
+        # Whether the matrices of the adapters are bfloat16. Otherwise, they are float32.
         self._is_bfloat16 = False
         # Whether a step with adapters is running.
         self._is_serving = False

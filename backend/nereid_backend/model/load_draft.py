@@ -166,7 +166,8 @@ def open_draft(
         try:
             checkpoint = load_weights(draft_config, choose_device(config.device), hook, progress)
         except ModelError as error:
-            # Without the setting's name, the error could also concern the large model.
+            # The message must name the setting. Otherwise, users could think that the error
+            # concerns the large model.
             raise type(error)(f"draft_model: {error}") from error
         _check_vocabulary(config, target, checkpoint)
         chosen = choose_path(checkpoint, hook, draft_config, progress)

@@ -178,7 +178,7 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     if openmp is not None:
         flags.append("-fopenmp")
         libraries.append(openmp)
-    # Without this line, a first start would seem to hang, because compiling can take a minute.
+    # Compiling can take a minute. Without this log line, the first start would seem to hang.
     line = f"nereid: compiling the CPU kernels with {compiler}; later starts use the result"
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - the operator's terminal
     compile_library(compiler, flags, libraries, path)

@@ -15,8 +15,8 @@ from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8, divide_
 from nereid_backend.attention.gpu.tuning import Tuning
 from nereid_backend.attention.layers import LayerSpec
 
-# With this option, the kernels use fused multiply-add instructions, which round only the sum and
-# not the product. Triton logs a warning if the option is not set.
+# If this option is set, the kernels use fused multiply-add instructions, which round only the sum
+# and not the product. Triton logs a warning if the option is not set.
 _FUSED_MULTIPLY_ADD: dict[str, Any] = {"enable_fp_fusion": True}
 # The number of elements that each program of the kernel `store` copies.
 _STORE_ELEMENTS = 4096
@@ -24,7 +24,7 @@ _STORE_ELEMENTS = 4096
 _MAX_DECODE_ROWS = 64
 # The number of splits that the reduction kernel combines in one iteration.
 _REDUCE_STEP = 16
-# With this value of the argument `split_tokens`, the kernels compute the number themselves.
+# If the argument `split_tokens` has this value, the kernels compute the number themselves.
 _KERNEL_COMPUTES_SPLIT_TOKENS = 0
 
 

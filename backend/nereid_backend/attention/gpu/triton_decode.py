@@ -32,7 +32,7 @@ def first_visible(
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
     if HAS_CHUNK:
-        # With chunked attention, a token attends only to the tokens of the chunk that contains the
+        # In chunked attention, a token attends only to the tokens of the chunk that contains the
         # token.
         chunk_start = (length - 1) // chunk * chunk
         first = tl.maximum(first, chunk_start)

@@ -32,7 +32,8 @@ _TEMPORARY_SUFFIX = ".prefix-part"
 # newer file.
 _UNFINISHED_S = 60
 # Other processes can use the same folder. After this number of seconds, the next write reads the
-# names and sizes of all files again, so that the size limit also counts the files of the others.
+# names and sizes of all files again, so that the size limit also counts the files of the other
+# processes.
 _RESCAN_AFTER_S = 60
 # The largest number of bytes that may wait for the writer thread. If the limit would be exceeded,
 # `write` does nothing and returns False. Without the limit, a slow disk could fill the memory with

@@ -122,7 +122,7 @@ class GraphCapture:
     def _begin_capture(self) -> torch.cuda.CUDAGraph:
         """Begin to capture a CUDA graph on the current stream, and return the graph."""
         graph = torch.cuda.CUDAGraph()
-        # With "thread_local", other threads may use the device during the capture.
+        # In the mode "thread_local", other threads may use the device during the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph
 

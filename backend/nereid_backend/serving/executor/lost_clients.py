@@ -93,9 +93,9 @@ class LostClientDetector:
         return self._is_overtaken(stream)
 
     def _is_overtaken(self, stream: Stream) -> bool:
-        """Return whether the postprocessor has skipped the oldest unconsumed step of `stream`.
+        """Return whether a later step has overtaken the oldest unconsumed step of `stream`.
 
-        The step was skipped if a step that was sent later has been consumed. The later step may
+        This is the case if a step that was sent later has already been consumed. The later step may
         belong to any stream.
         """
         return bool(stream.unconsumed_steps) and stream.unconsumed_steps[0] < self._newest_consumed

@@ -31,8 +31,8 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
     started = [start.result() for start in starts if start.exception() is None]
     processes = [first_process, *started]
     if errors:
-        # The model needs all its processes. If one of them has failed to start, stop all others, so
-        # that no process continues to run.
+        # The model needs all its processes. If one of them has failed to start, stop all other
+        # processes, so that no process continues to run.
         for process in processes:
             process.stop()
         raise errors[0]

@@ -365,7 +365,7 @@ def _parse_slice_id(slice_id: str) -> tuple[str, int]:
 
 
 def _size_of_item(fields: Mapping[str, Any]) -> int:
-    """Return the size of an input: the number of characters, of token ids, or of bytes of an image.
+    """Return the size of an input: its number of characters, token ids or image bytes.
 
     Example: {"pair": ("ab", "cde")} returns 5.
     """

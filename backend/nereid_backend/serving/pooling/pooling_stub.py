@@ -239,7 +239,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
-        """Respond to the request whose job the worker has completed or refused.
+        """Respond to a request after the worker has completed or refused the job of the request.
 
         Ignore other kinds of messages, and a request that has already ended, for example because of
         an abort.

@@ -136,18 +136,20 @@ class Machine:
 
         The first case that applies decides:
 
-            start point                                 state
-            in the header of a message                  HEADER
-            not known, because no prompt is known, and  UNCLASSIFIED. The first marker will show
-            reasoning or content may come first         whether the text before it is reasoning.
-            in the reasoning                            REASONING or INLINE_REASONING
-            in the content                              CONTENT
+            start point                  state
+            in the header of a message   HEADER
+            uncertain                    UNCLASSIFIED, because the first marker will show whether
+                                         the text before this marker is reasoning or content
+            in the reasoning             REASONING or INLINE_REASONING
+            in the content               CONTENT
         """
         if start_point.stage is None:
             return State.HEADER
         starts_in_reasoning = start_point.stage is Stage.REASONING
-        if not start_point.is_prompt_known and self._unclassified_reader.is_needed():
-            # The message may contain no marker. Then the stage of the start point decides.
+        may_be_in_reasoning = self._unclassified_reader.is_needed()
+        is_uncertain = not start_point.is_prompt_known and may_be_in_reasoning
+        if is_uncertain:
+            # If the message contains no marker, the stage of the start point decides.
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             return State.UNCLASSIFIED
         if starts_in_reasoning:

@@ -237,8 +237,9 @@ class CompiledTags:
             if isinstance(next_call, TagOpening):
                 return MarkerRole.AFTER_VALUE
         role = self._role_shown_by_tag(text, pos, search_end, tools)
-        is_undecided = role is MarkerRole.UNDECIDED
-        return MarkerRole.AFTER_VALUE if is_undecided and is_search_complete else role
+        if role is MarkerRole.UNDECIDED and is_search_complete:
+            return MarkerRole.AFTER_VALUE
+        return role
 
     def _role_shown_by_tag(
         self, text: str, stop_marker_pos: int, search_end: int, tools: Tools

@@ -36,10 +36,10 @@ class JsonArgumentsReader(BodyReader):
         `1}</call>`, the writer receives `{"a": ` and `1}`. `status` becomes DONE after the closing
         brace, and BROKEN in three cases:
 
-            case                        effect of the status BROKEN
-            the function is not offered The text is content, because no tool call has started.
-            `1` instead of `{"a": 1}`   The tool call has started, and ends with a fault.
-            `{"a": ]`                   The tool call has started, and ends with a fault.
+            case                          effect of the status BROKEN
+            the function is not offered   The text is content, because no tool call has started.
+            `1` instead of `{"a": 1}`     The tool call, which has started, ends with a fault.
+            `{"a": ]`                     The tool call, which has started, ends with a fault.
 
         Return the position up to which the text was read.
         """

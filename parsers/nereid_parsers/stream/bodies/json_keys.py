@@ -79,13 +79,14 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
+    parent_paths = (*_parent_paths(keys.name), *_parent_paths(keys.arguments))
+    id_paths = (keys.id,) if keys.id else ()
     # `keys.also` contains other keys under which a model may write the arguments.
     arguments_paths = (keys.arguments, *keys.also)
-    parent_paths = (*_parent_paths(keys.name), *_parent_paths(keys.arguments))
     # If a format declares a path twice, the last of these dicts determines its role.
     return (
         dict.fromkeys(parent_paths, KeyRole.PARENT)
-        | ({keys.id: KeyRole.ID} if keys.id else {})
+        | dict.fromkeys(id_paths, KeyRole.ID)
         | dict.fromkeys(arguments_paths, KeyRole.ARGUMENTS)
         | {keys.name: KeyRole.NAME}
     )

@@ -288,7 +288,8 @@ def _two_end_markers(after_content: str, after_user_message: str, header: str) -
     >>> _two_end_markers("<|eom|><|eot|>", after_user_message="<|eom|><|eot|>", header="<|bot|>")
     ['<|eom|>', '<|eot|>']
 
-    A second marker that belongs to `header` opens the next message:
+    A second marker that belongs to `header` opens the next message, so only the first marker ends
+    the answer:
 
     >>> _two_end_markers("<|eot|><|bot|>", after_user_message="<|eot|><|bot|>", header="<|bot|>")
     []

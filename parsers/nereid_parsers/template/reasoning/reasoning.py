@@ -277,8 +277,8 @@ def _derive_opening(turn: ModelTurn, conversation: Conversation, closing: str) -
 
     The result must occur in the template or in a prompt. Otherwise, the text `closing` may not be a
     marker of reasoning, and the result is "". There is one exception: if even an answer without
-    reasoning starts with `closing`, this text is surely the closing marker, so the result is the
-    usual opening marker. The answer of `conversation` has reasoning.
+    reasoning starts with `closing`, this text must be the closing marker, so the result is the
+    first possible opening marker. The answer of `conversation` has reasoning.
     """
     possible_openings = opening_spellings(closing.strip())
     used_opening = first_used_marker(turn, possible_openings)

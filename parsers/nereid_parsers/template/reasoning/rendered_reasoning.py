@@ -209,17 +209,16 @@ def _effects_of_switches(prompts: tuple[GenerationPrompt, ...]) -> dict[str, str
     by_num_variables = sorted(changed, key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in by_num_variables:
-        has_unneeded_switch = any(_has_same_effect(smaller, prompt) for smaller in reported)
-        if not has_unneeded_switch:
+        if not any(_has_unneeded_switch(prompt, smaller) for smaller in reported):
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}
 
 
-def _has_same_effect(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether a part of the setting of `prompt`, the setting of `smaller`, is sufficient.
+def _has_unneeded_switch(prompt: GenerationPrompt, smaller: GenerationPrompt) -> bool:
+    """Return whether `prompt` sets all switches of `smaller`, and ends with the same text.
 
-    Example: `smaller` sets a=True, and `prompt` sets a=True and b=True. If the two prompts end with
-    the same text, a=True alone is sufficient for this end.
+    Example: `prompt` sets a=True and b=True, and `smaller` sets only a=True. If the two prompts end
+    with the same text, b=True is not needed.
     """
     has_same_end = smaller.after_header == prompt.after_header
     switches = {*smaller.switches.variables, smaller.switches.system}

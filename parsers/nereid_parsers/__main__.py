@@ -69,7 +69,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _prepare_standard_streams() -> None:
-    r"""Let stdin read UTF-8, and stdout escape the characters that its encoding does not contain.
+    r"""Decode stdin as UTF-8, and replace characters that stdout cannot encode with escapes.
 
     Example: a terminal with the encoding ASCII shows the character "日" as "\u65e5".
     """

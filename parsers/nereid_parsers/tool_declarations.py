@@ -160,7 +160,7 @@ class TaggedArguments:
 
     @property
     def closing_marker(self) -> str:
-        """The text that ends the value: the visible text of `close`, or a line break if none."""
+        """The text that ends the value: `close.strip()`, or a line break if that is empty."""
         return self.close.strip() or "\n"
 
     @property

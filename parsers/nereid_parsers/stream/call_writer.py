@@ -125,12 +125,12 @@ class CallWriter:
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a call of the tool `name`. Return False if the text is content instead.
 
-        The policy for tools that the request does not offer decides:
+        `_treatment_of` decides how the call is treated:
 
-            policy    result   effect
-            FORWARD   True     The call starts, and its events are appended.
-            DROP      True     The call starts, so that its text is read. No event is appended.
-            CONTENT   False    No call starts.
+            treatment   result   effect
+            FORWARD     True     The call starts, and its events are appended.
+            DROP        True     The call starts, so that its text is read. No event is appended.
+            CONTENT     False    No call starts.
 
         `call_id` is the id that the model wrote, or "". `is_confirmed` is true if a marker or an
         earlier tool call shows that the text is a tool call.
@@ -373,7 +373,7 @@ class CallWriter:
         self.last_index = 0 if self._has_events_of_open_call() else -1
 
     def forbid_cuts_in_prompt(self) -> None:
-        """Forbid `cut_arguments_at` to remove text if a tool call is open at the end of the prompt.
+        """Prevent `cut_arguments_at` from removing text of a tool call that the prompt has opened.
 
         The parser reads removed text again, and may return the text as content. But the stored
         arguments of this tool call contain text of the prompt, which must not be returned.

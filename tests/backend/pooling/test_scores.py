@@ -257,6 +257,34 @@ def test_a_template_without_pair_roles_gets_the_documented_wording(save_reranker
     np.testing.assert_allclose(scores, yes_probabilities(folder, prompts), rtol=0, atol=1e-5)
 
 
+def test_a_template_without_system_messages_gets_the_task_in_the_user_message(save_reranker):
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    folder = save_reranker(refusal + PLAIN_TEMPLATE)
+    scores = Reranker(str(folder), num_threads=1).score([("w1", "w2 w3")], instruction="w4")
+    prompt = (
+        "user : Judge whether the Document meets the requirements based on the Query and the "
+        'Instruct provided. Note that the answer can only be "yes" or "no".\n\n'
+        "<Instruct>: w4\n<Query>: w1\n<Document>: w2 w3 </s> yes :"
+    )
+    np.testing.assert_allclose(scores, yes_probabilities(folder, [prompt]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
+def test_a_template_may_expect_lists_of_parts(template, save_reranker):
+    pairs = [("w1", "w2 w3"), ("w1", "w4")]
+    expected = Reranker(str(save_reranker(template)), num_threads=1).score(pairs)
+    parts_template = template.replace("m.content", "m.content[0].text")
+    scores = Reranker(str(save_reranker(parts_template)), num_threads=1).score(pairs)
+    assert np.ptp(expected) > 1e-4
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-6)
+
+
+def test_a_template_that_leaves_out_the_content_is_refused(save_reranker):
+    folder = save_reranker("{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(ModelError, match="the template of this checkpoint leaves out"):
+        Reranker(str(folder))
+
+
 def copy_with_answers(save_reranker, target):
     """Copy a checkpoint without a template to `target`, and add files of sentence-transformers.
 

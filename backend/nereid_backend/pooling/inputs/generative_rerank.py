@@ -24,9 +24,10 @@ _SYSTEM = (
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _ROLES = ("query", "document")
-# Two texts that do not occur in any template. A template is rendered with these texts as the query
-# and the document. If one of the texts is missing in the result, the template does not support the
-# roles "query" and "document".
+# Texts that do not occur in any template. A template is rendered with these texts as the task, the
+# query and the document. If one of the texts is missing in the result, the template does not
+# support the roles of the messages, or expects the content of a message in another form.
+_TASK_PROBE = "mark7task7mark"
 _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
@@ -46,7 +47,15 @@ class _Format(Enum):
     ROLES = auto()
     """The chat template renders two messages with the roles "query" and "document"."""
     USER_MESSAGE = auto()
-    """One message contains an instruction, the query and the document."""
+    """A system message contains the task. A user message contains an instruction, the query and the
+    document."""
+    ONLY_USER_MESSAGE = auto()
+    """Like USER_MESSAGE, but the user message also contains the task, because the chat template
+    renders no system message."""
+
+
+# The variables of the chat template, except for the format ROLES.
+_USER_MESSAGE_VARIABLES = {"add_generation_prompt": True, "enable_thinking": False}
 
 
 class GenerativeReranker:
@@ -76,11 +85,13 @@ class GenerativeReranker:
                 sentence-transformers. None means another checkpoint, whose ids are looked up in
                 the vocabulary.
             template_kwargs: the variables of the chat template.
-            has_parts: whether the content of a message must be a list of parts. Templates of
-                vision-language models expect such a list.
+            has_parts: whether the checkpoint is a vision-language model, whose template expects a
+                list of parts as the content of a message. Templates of other models can expect such
+                a list, too.
 
         Raises:
-            ModelError: the tokenizer has no token "yes" or no token "no".
+            ModelError: the tokenizer has no token "yes" or no token "no", or the chat template
+                renders no query and no document.
         """
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
@@ -105,17 +116,49 @@ class GenerativeReranker:
         Without a chat template, the tokenizer of a checkpoint for sentence-transformers joins the
         query and the document. With a template that supports the roles "query" and "document",
         these roles are used. In all other cases, one user message contains the two texts.
+
+        Also set `_has_parts`: whether the template expects a list of parts as the content of a
+        message. Example: [{"type": "text", "text": "Hello"}] instead of "Hello".
+
+        Raises:
+            ModelError: the template renders the texts in no format.
         """
         if not self._tokenizer.chat_template:
             return _Format.PAIR if is_for_sentence_transformers else _Format.USER_MESSAGE
-        supports_roles = self._renders_roles()
-        if supports_roles and not is_for_sentence_transformers:
-            # Many templates render any role name, although they were not written for queries and
-            # documents. Such a template renders an unknown role in the same way as the roles
-            # "query" and "document". Use the roles only if the template renders unknown roles in
-            # another way.
-            supports_roles = not self._renders_unknown_roles_equally()
-        return _Format.ROLES if supports_roles else _Format.USER_MESSAGE
+        is_vision_language = self._has_parts
+        for has_parts in dict.fromkeys((is_vision_language, True)):
+            self._has_parts = has_parts
+            if self._supports_roles(is_for_sentence_transformers=is_for_sentence_transformers):
+                return _Format.ROLES
+            user_message = {"role": "user", "content": f"{_QUERY_PROBE} {_DOCUMENT_PROBE}"}
+            system_message = {"role": "system", "content": _TASK_PROBE}
+            probes = (_TASK_PROBE, _QUERY_PROBE, _DOCUMENT_PROBE)
+            if self._renders([system_message, user_message], _USER_MESSAGE_VARIABLES, probes):
+                return _Format.USER_MESSAGE
+            if self._renders([user_message], _USER_MESSAGE_VARIABLES, probes[1:]):
+                return _Format.ONLY_USER_MESSAGE
+        if is_vision_language:
+            # The processor renders the prompts, and can have another template than the tokenizer.
+            return _Format.USER_MESSAGE
+        raise ModelError(
+            "task: reranking with a generative checkpoint requires a chat template that renders "
+            "messages of the role user, or of the roles query and document, but the template of "
+            "this checkpoint leaves out their content. Correct the template, or use another "
+            "checkpoint."
+        )
+
+    def _supports_roles(self, *, is_for_sentence_transformers: bool) -> bool:
+        """Return whether the template is made for messages with the roles "query" and "document".
+
+        Many templates render any role name, although they were not written for queries and
+        documents. Such a template renders an unknown role in the same way as the roles "query" and
+        "document". Unless the checkpoint is for sentence-transformers, such a template does not
+        support the roles.
+        """
+        messages = _role_messages(_ROLES, _QUERY_PROBE, _DOCUMENT_PROBE, None)
+        if not self._renders(messages, self._template_kwargs, (_QUERY_PROBE, _DOCUMENT_PROBE)):
+            return False
+        return is_for_sentence_transformers or not self._renders_unknown_roles_equally()
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
@@ -209,8 +252,9 @@ class GenerativeReranker:
         [{"role": "query", "content": "a"}, {"role": "document", "content": "b"}]. An instruction
         becomes a system message before these messages. The last message ends with the document.
 
-        Otherwise, a system message contains the task, one user message contains the instruction,
-        the query and the document, and the variables are {"add_generation_prompt": True,
+        Otherwise, a system message contains the task, and one user message contains the
+        instruction, the query and the document. If the template renders no system message, the user
+        message begins with the task. The variables are {"add_generation_prompt": True,
         "enable_thinking": False}.
         """
         if self._format is _Format.ROLES:
@@ -221,17 +265,18 @@ class GenerativeReranker:
         text = (
             f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
         )
-        messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
-        return messages, {"add_generation_prompt": True, "enable_thinking": False}
+        if self._format is _Format.ONLY_USER_MESSAGE:
+            messages = [{"role": "user", "content": f"{_SYSTEM}\n\n{text}"}]
+        else:
+            messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
+        return messages, _USER_MESSAGE_VARIABLES
 
-    def _renders_roles(self) -> bool:
-        """Return whether the template renders messages with the roles "query" and "document".
-
-        The template is rendered with test texts as the query and the document. The roles are
-        rendered if the result contains both texts.
-        """
-        text = self._render_roles(_QUERY_PROBE, _DOCUMENT_PROBE)
-        return _QUERY_PROBE in text and _DOCUMENT_PROBE in text
+    def _renders(
+        self, messages: list[dict[str, str]], variables: dict[str, Any], probes: tuple[str, ...]
+    ) -> bool:
+        """Return whether the template renders the messages, and the result contains all probes."""
+        text = self._try_to_render(messages, variables)
+        return all(probe in text for probe in probes)
 
     def _renders_unknown_roles_equally(self) -> bool:
         """Return whether the template treats the roles "query" and "document" like unknown roles.
@@ -239,20 +284,21 @@ class GenerativeReranker:
         Example: a template that renders each message as "<role>content" renders unknown roles, too.
         The two texts then differ only in the names of the roles.
         """
-        text = self._render_roles(_QUERY_PROBE, _DOCUMENT_PROBE)
-        text_of_unknown_roles = self._render_roles(_QUERY_PROBE, _DOCUMENT_PROBE, _UNKNOWN_ROLES)
+        text, text_of_unknown_roles = (
+            self._try_to_render(
+                _role_messages(roles, _QUERY_PROBE, _DOCUMENT_PROBE, None), self._template_kwargs
+            )
+            for roles in (_ROLES, _UNKNOWN_ROLES)
+        )
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
             text_of_unknown_roles = text_of_unknown_roles.replace(unknown_role, role)
         return text_of_unknown_roles == text
 
-    def _render_roles(self, query: str, document: str, roles: tuple[str, str] = _ROLES) -> str:
-        """Return the rendered query and document; "" if the template does not support `roles`."""
+    def _try_to_render(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
+        """Return the rendered messages; "" if the template does not support the messages."""
         try:
-            return self._template(
-                _role_messages(roles, query, document, None), **self._template_kwargs
-            )
+            return self._template(messages, **variables)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-            # The template does not support the roles.
             return ""
 
     def _template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:  # noqa: ANN401

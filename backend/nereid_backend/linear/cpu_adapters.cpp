@@ -43,6 +43,16 @@ constexpr int kRows = 4, kVectors = 4;
 constexpr int kRows = 2, kVectors = 2;
 #endif
 
+// Returns sum + a * b with one rounding. With the operators + and *, GCC 12 would choose for each number of rows if it
+// rounds the product first, so that the output of a row would depend on the other rows.
+inline Floats add_product(Floats sum, Floats a, Floats b) {
+#ifdef __AVX512F__
+  return _mm512_fmadd_ps(a, b, sum);
+#else
+  return _mm256_fmadd_ps(a, b, sum);
+#endif
+}
+
 // Rows of a step with the same adapter.
 struct Tile {
   const AdapterMatrices* matrices;  // of all layers of the product
@@ -136,7 +146,7 @@ void dot_products(const X* const* rows, const M* down, int64_t dim, int64_t rank
     for (int r = 0; r < R; ++r) {
       const Floats inputs = inputs_of(r);
 #pragma GCC unroll 4
-      for (int j = 0; j < kRanks; ++j) sums[r][j] += inputs * weights[j];
+      for (int j = 0; j < kRanks; ++j) sums[r][j] = add_product(sums[r][j], inputs, weights[j]);
     }
   };
   for (int64_t i = 0; i < whole; i += kLanes) add(i, [&](int r) { return load(rows[r] + i); });
@@ -173,7 +183,8 @@ inline void add_vectors(X* const* rows, const M* up, int64_t first, int64_t num_
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sums[r][v] += hidden[r * rank + j] * weights[v];
+      for (int v = 0; v < V; ++v)
+        sums[r][v] = add_product(sums[r][v], hidden[r * rank + j] - Floats{}, weights[v]);
   }
   for (int r = 0; r < R; ++r) store_sums(sums[r], 1, V, rows[r] + first, 0, num_outputs - first);
 }

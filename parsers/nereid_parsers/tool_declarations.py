@@ -5,6 +5,7 @@ The conventions for markers, patterns and alternatives are described in declarat
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,6 +17,8 @@ from nereid_parsers.pattern_syntax import (
     first_literal,
     split_pattern,
 )
+
+_NO_PUNCTUATION = re.compile(r"[^\W_]|[^\x00-\x7F]")  # Matches any character except punctuation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +130,32 @@ class TaggedArguments:
         close: The text after the value: `"\n</parameter>\n"`. If this text starts with white space,
             the parser removes this white space once from the end of the value. In a text such as
             `"</{key}>"`, the parser replaces `{key}` with the name of the argument. All other
-            braces are plain text. The text may also be a separator, such as a line break, or `;` in
-            `city=Paris; days=3`. The separator may be missing after the last value. A value may
-            contain the separator: the value ends at a separator only if another argument, or the
-            end of the arguments, follows.
+            braces are plain text. A line break or punctuation such as `;` may close a value, too.
+            The last value may lack this text, and a value may contain it if no argument follows.
+            If `close` is empty, a value ends before `separator`, or, if `separator` is empty, too,
+            where the next argument or the end of the tool call starts.
         also: Other forms in which models write a value between tags, for example in CDATA. One tool
             call may contain several forms. The attribute `also` of these forms must be empty.
         escapes: The kind of escape sequences in the values: "json" for strings with sequences such
             as `\n`, "html" for values with entities such as `&lt;`, or "" for plain text. For
-            "json", `open` and `close` contain the quotes of the string.
+            "json", `open` and `close` contain the quotes of the string. The forms in `also` are
+            then the forms of JSON values without quotes.
+        separator: The text between two arguments, such as `; ` in `city=Paris; days=3`. This text
+            does not follow the last argument.
     """
 
     open: str
     close: str
     also: tuple[TaggedArguments, ...] = ()
     escapes: Literal["", "json", "html"] = ""
+    separator: str = ""
 
     def __post_init__(self) -> None:
         """Check the values of `open` and `close`.
 
         `open` must contain `{key}` exactly once, and a visible character before or after it.
-        `close` must contain a visible character or start with a line break.
+        `close` must contain a visible character, start with a line break, or be empty. If `close`
+        is empty, `separator` or the text before the key must show the end of a value.
         """
         check_pattern("TaggedArguments.open", self.open, "key")
         if not self.open.replace("{key}", "").strip():
@@ -155,13 +163,26 @@ class TaggedArguments:
                 f"TaggedArguments.open is {self.open!r}, but must contain a visible character "
                 "before or after the key, because the parser could not find the end of the key"
             )
-        if not self.close.startswith("\n"):
+        if not self.close and not (self.separator or first_literal(self.open)):
+            raise FormatError(
+                f"TaggedArguments.close and TaggedArguments.separator are empty, and "
+                f"TaggedArguments.open is {self.open!r}, so no text shows where a value ends. "
+                "Declare the text after a value or between two arguments."
+            )
+        if self.close and not self.close.startswith("\n"):
             check_markers("TaggedArguments", close=self.close)
 
     @property
     def closing_marker(self) -> str:
-        """The text that ends the value: `close.strip()`, or a line break if that is empty."""
-        return self.close.strip() or "\n"
+        r"""The text that ends the value, without white space around it, or "" if there is none.
+
+        White space alone may end the value, too. The result is then a line break, or a space if
+        the white space contains no line break. Examples: `</p>` for the closing text `\n</p>\n`,
+        and `;` for values that are only separated by `; `.
+        """
+        closing_text = self.close or self.separator
+        whitespace = "\n" if "\n" in closing_text else closing_text[:1]
+        return closing_text.strip() or whitespace
 
     @property
     def is_attribute(self) -> bool:
@@ -264,7 +285,9 @@ class Call:
             the name, and must not contain `{name}` if the body contains the name.
             If `{name}` occurs several times, the model must write the same name each time.
         body: The form of the arguments, or of the whole tool call.
-        close: The marker after the tool call. May be empty.
+        close: The marker after the tool call. May be empty. The parser replaces the text `{name}`,
+            as in `"</{name}>"`, with the name of the function, which `head` must contain. All other
+            braces are plain text.
         id: The template of the tool call's id, which contains fields of `head`:
             `"functions.{name}:{number}"`.
     """
@@ -298,6 +321,11 @@ class Call:
                 f"Call.head is {self.head!r}. A {type(self.body).__name__} body already contains "
                 "the function's name, so remove {name} from Call.head."
             )
+        if "{name}" in self.close and not head_has_name:
+            raise FormatError(
+                f"Call.close is {self.close!r} and contains the field {{name}}, so Call.head must "
+                f"contain {{name}}, too, but is {self.head!r}"
+            )
 
     def _check_id(self) -> None:
         """Raise FormatError if the pattern `id` is not valid: it may contain an unknown field."""
@@ -311,12 +339,30 @@ class Call:
                 "of a NestedTags body end where this marker starts"
             )
 
+    def for_name(self, name: str) -> Call:
+        """Return the declaration of the calls of one function: its name replaces `{name}`.
+
+        Only `close` is changed. Example: for the function `f`, `</{name}>` becomes `</f>`.
+        """
+        return replace(self, close=self.close.replace("{name}", name))
+
     @property
     def trigger(self) -> str:
         """The marker that starts the tool call, such as `<tool_call>`, or "" if there is none."""
         if self.open.strip():
             return self.open.strip()
         return first_literal(self.head)
+
+    @property
+    def starts_with_punctuation(self) -> bool:
+        """Whether the trigger is only ASCII punctuation of the header: `<` in `<get_weather>`.
+
+        Content often contains such a trigger, so only the name of an offered function shows that a
+        tool call starts.
+        """
+        if self.open.strip():
+            return False
+        return bool(self.trigger) and _NO_PUNCTUATION.search(self.trigger) is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from nereid_parsers.constraints.constrain_request import Request, ToolSchema
 from nereid_parsers.constraints.constrain_tagged_arguments import nested_arguments, tagged_arguments
 from nereid_parsers.constraints.constrain_unquoted_keys import unquoted_key_arguments
 from nereid_parsers.errors import ConstraintError
-from nereid_parsers.pattern_syntax import split_pattern
+from nereid_parsers.pattern_syntax import first_literal, split_pattern
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     Body,
@@ -83,7 +83,8 @@ def _separate_calls(section: ToolSection, call: Call, request: Request) -> Node:
     Example of matching text: `<call>f{"a": 1}</call><call>g{}</call>`. `call` declares how one tool
     call is written. `section` declares the separator.
     """
-    calls = [call_node(call, tool) for tool in request.tools]
+    texts_between_calls = (section.separator, section.close, first_literal(call.head))
+    calls = [call_node(call, tool, texts_between_calls) for tool in request.tools]
     return _one_call_or_more(calls, _separator(section), request)
 
 
@@ -188,14 +189,18 @@ def _start_of_object(keys: Keys) -> str:
     return start + '"' if first_member == "name" else start
 
 
-def call_node(call: Call, tool: ToolSchema) -> Node:
+def call_node(call: Call, tool: ToolSchema, texts_after: tuple[str, ...] = ()) -> Node:
     """Return the grammar node for one call of `tool`: `<tool_call>{"name": "f", ..}</tool_call>`.
 
     Example of matching text: `<tool_call>{"name": "f", "arguments": {}}</tool_call>`. `call`
     declares how the tool call is written. If `call` declares a list, use `list_node` instead.
+    `texts_after` are the texts that may follow a tool call without a closing marker.
     """
     head = _head_node(call.head, tool.name)
-    return sequence(const(call.open), head, _body_node(call.body, tool), const(call.close))
+    close = call.for_name(tool.name).close
+    texts_after_arguments = (close,) if close.strip() else texts_after
+    body = _body_node(call.body, tool, texts_after_arguments)
+    return sequence(const(call.open), head, body, const(close))
 
 
 def list_node(call: Call, request: Request) -> Node:
@@ -242,11 +247,12 @@ def _array_member(array: JsonArray, tool: ToolSchema) -> Node:
     return _with_whitespace(json_object)
 
 
-def _body_node(body: Body, tool: ToolSchema) -> Node:
+def _body_node(body: Body, tool: ToolSchema, texts_after: tuple[str, ...]) -> Node:
     """Return the grammar node for the part of a tool call that contains the arguments.
 
     The body is the text after the header of the tool call and before its closing marker. Examples
-    of matching texts: `{"a": 1}` and `{"name": "f", "arguments": {"a": 1}}`.
+    of matching texts: `{"a": 1}` and `{"name": "f", "arguments": {"a": 1}}`. `texts_after` are the
+    texts that may follow the arguments.
 
     Raises:
         TypeError: The body is a list of tool calls, for which `list_node` returns the node.
@@ -257,7 +263,7 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
         case JsonArguments():
             return json_schema(tool.parameters)
         case TaggedArguments():
-            return tagged_arguments(body, tool)
+            return tagged_arguments(body, tool, texts_after)
         case NestedTags():
             return nested_arguments(body, tool)
         case BareKeyArguments():

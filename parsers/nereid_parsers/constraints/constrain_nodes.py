@@ -97,6 +97,15 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
     return {"type": "any_text", "excludes": strings} if strings else {"type": "any_text"}
 
 
+def text_without(texts: tuple[str, ...]) -> Node:
+    """Return the grammar node for any text that contains none of `texts`, such as `; days=`.
+
+    In contrast to `any_text`, white space in `texts` has a meaning. `texts` must not be empty.
+    """
+    count_chars(sum(len(text) + _CHARS_OF_CONST for text in texts))
+    return {"type": "any_text", "excludes": list(texts)}
+
+
 def json_schema(schema: object, excludes: str = "") -> Node:
     """Return the grammar node that matches the JSON text of any value that a schema allows.
 

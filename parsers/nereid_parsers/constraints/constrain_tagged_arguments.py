@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nereid_parsers.constraints.constrain_members import separated_members
 from nereid_parsers.constraints.constrain_nodes import (
     WHITESPACE,
     Node,
@@ -18,11 +19,12 @@ from nereid_parsers.constraints.constrain_nodes import (
     optional,
     sequence,
     tag,
+    text_without,
 )
 from nereid_parsers.constraints.constrain_request import ToolSchema
 from nereid_parsers.constraints.constrain_values import ENFORCED_IN_TEXT, Argument, choices_of
 from nereid_parsers.errors import ConstraintError
-from nereid_parsers.pattern_syntax import split_pattern
+from nereid_parsers.pattern_syntax import escape_braces, split_pattern
 from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.stream.values.json_text import json_type_of
 from nereid_parsers.tool_declarations import NestedTags, TaggedArguments
@@ -60,31 +62,64 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
     return sequence(*nodes)
 
 
-def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
+def tagged_arguments(
+    declaration: TaggedArguments, tool: ToolSchema, texts_after: tuple[str, ...] = ()
+) -> Node:
     """Return the grammar node for all arguments of a tool call: `<parameter=a>1</parameter>`.
 
     The required arguments come first, in the order of the schema. The optional arguments follow in
     the order of the schema.
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
+
+    `texts_after` are the texts that may follow the arguments, such as `</call>`. If no text closes
+    a value, as in `city=Paris; days=3</call>`, the value contains none of these texts.
     """
+    ends = _ends_of_free_text(declaration, tool, texts_after)
 
     def argument(key: str) -> Node:
         """Return the node for the argument `key`, such as `<parameter=city>Paris</parameter>`."""
-        return _tagged_value(declaration, Argument(tool, key))
+        return _tagged_value(declaration, Argument(tool, key), ends)
 
-    required = [argument(key) for key in tool.arguments.required_keys]
-    optionals = [optional(argument(key)) for key in tool.arguments.optional_keys]
-    if not required and not optionals:
+    if not tool.arguments.required_keys and not tool.arguments.optional_keys:
         # Models write a line break in a call without arguments: `<function=f>\n</function>`.
         return WHITESPACE
+    if declaration.separator:
+        return separated_members(tool.arguments, argument, declaration.separator)
+    required = [argument(key) for key in tool.arguments.required_keys]
+    optionals = [optional(argument(key)) for key in tool.arguments.optional_keys]
     return sequence(*required, *optionals)
 
 
-def _tagged_value(declaration: TaggedArguments, argument: Argument) -> Node:
+def _ends_of_free_text(
+    declaration: TaggedArguments, tool: ToolSchema, texts_after: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the texts that end a value if no text closes the value: `; days=` and `</call>`.
+
+    A separator such as `; ` ends a value only if the opening tag of another argument follows, so
+    the value `a; b` is possible.
+    """
+    forms = (declaration, *declaration.also)
+    tags = [
+        form.separator + text
+        for form in forms
+        for key in (*tool.arguments.required_keys, *tool.arguments.optional_keys)
+        for text in _texts_of_opening_tag(form, key)
+    ]
+    return tuple(dict.fromkeys((*tags, *(text for text in texts_after if text.strip()))))
+
+
+def _texts_of_opening_tag(form: TaggedArguments, key: str) -> list[str]:
+    """Return the text of the opening tag of an argument, up to the first field after the key."""
+    before_field, *_ = split_pattern(form.open.replace("{key}", escape_braces(key)))
+    return [before_field] if isinstance(before_field, str) else []
+
+
+def _tagged_value(declaration: TaggedArguments, argument: Argument, ends: tuple[str, ...]) -> Node:
     """Return the grammar node for one tagged argument: `<parameter=city>Paris</parameter>`.
 
-    `declaration` declares the tags. The JSON schema of `argument` determines the value.
+    `declaration` declares the tags. The JSON schema of `argument` determines the value. `ends` are
+    the texts that end a value without a closing tag.
     """
     tags = declaration.for_key(argument.key)
     schema = argument.schema
@@ -96,7 +131,7 @@ def _tagged_value(declaration: TaggedArguments, argument: Argument) -> Node:
         return _tagged_choices(tags, argument.key, choices)
     # The node matches any text, and does not enforce a keyword such as `maxLength`.
     argument.report_unenforced(schema, ENFORCED_IN_TEXT)
-    return _tagged_free_text(tags, argument.key)
+    return _tagged_free_text(tags, argument.key, ends)
 
 
 def _tagged_choices(declaration: TaggedArguments, key: str, choices: list[Any]) -> Node:
@@ -145,7 +180,7 @@ def _escape(declaration: TaggedArguments, text: str) -> str:
     return text
 
 
-def _tagged_free_text(declaration: TaggedArguments, key: str) -> Node:
+def _tagged_free_text(declaration: TaggedArguments, key: str, ends: tuple[str, ...]) -> Node:
     """Return the grammar node for a tagged argument with any text, such as `<p=city>Paris</p>`.
 
     Some models enclose only texts with special characters in quotes or CDATA. The format then
@@ -154,18 +189,24 @@ def _tagged_free_text(declaration: TaggedArguments, key: str) -> Node:
     unquoted_forms = [
         form for form in declaration.also if _is_quoted_form(declaration, unquoted=form)
     ]
-    return one_of(*(_free_text(form, key) for form in (declaration, *unquoted_forms)))
+    return one_of(*(_free_text(form, key, ends) for form in (declaration, *unquoted_forms)))
 
 
-def _free_text(form: TaggedArguments, key: str) -> Node:
-    """Return the grammar node for an argument with any text, such as `<p=city>Paris</p>`."""
+def _free_text(form: TaggedArguments, key: str, ends: tuple[str, ...]) -> Node:
+    """Return the grammar node for an argument with any text, such as `<p=city>Paris</p>`.
+
+    If the format declares no closing tag, the text contains none of the texts `ends`.
+    """
     if form.escapes == "json":  # The tags contain the quotes of the string, as in `city="Paris"`.
         before_quote = replace(form, open=form.open.removesuffix('"'))
         opening = _opening_tag_of_string(before_quote, key)
         return sequence(
             opening, json_schema({"type": "string"}), const(form.close.removeprefix('"'))
         )
-    return _text_until(_opening_tag_of_string(form, key), form.close)
+    opening = _opening_tag_of_string(form, key)
+    if not form.close:
+        return sequence(opening, text_without(ends))
+    return _text_until(opening, form.close)
 
 
 def _opening_tag_of_string(form: TaggedArguments, key: str) -> Node:
@@ -240,7 +281,8 @@ def _tagged_json_in_form(
     opening = _opening_tag_of_json(form, key, types)
     # If `form.close` is `\n</p>\n`, `form.closing_marker` is `</p>`. The parser ends the value at
     # the first `</p>`, even without the line breaks. Therefore the value must not contain `</p>`.
-    value = _json_or_python_word(schema, types, closing_tag=form.closing_marker)
+    closing_tag = form.closing_marker if form.close else ""
+    value = _json_or_python_word(schema, types, closing_tag=closing_tag)
     return sequence(opening, value, const(form.close))
 
 

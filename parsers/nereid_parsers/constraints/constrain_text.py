@@ -137,7 +137,8 @@ def _triggers(
         `<|channel|>tool.`   the text before the name of the tool. Usable.
 
     If neither text is usable, the whole start of each tool call, such as `<|channel|>tool.f`, is a
-    trigger, because a longer text is less likely to be the start of another marker.
+    trigger, because a longer text is less likely to be the start of another marker. The same holds
+    if only punctuation, such as `<`, precedes the name of the tool.
 
     `tags` are the grammar nodes of the tool calls. The key `begin` of a tag contains the text at
     the start of the tool call.
@@ -147,7 +148,8 @@ def _triggers(
     call = section.calls[0]  # Constrained output contains only the first variant of a tool call.
     first_marker = trigger_of(section)
     text_before_name = call.open.lstrip() + first_literal(call.head)
-    for trigger in (first_marker, text_before_name):
+    is_punctuation = not section.opens and call.starts_with_punctuation
+    for trigger in () if is_punctuation else (first_marker, text_before_name):
         if _is_usable_trigger(trigger, starts, other_markers):
             return [trigger]
     return list(dict.fromkeys(starts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import escape_braces, first_literal, split_pattern
@@ -56,11 +57,13 @@ class SectionMarkers(NamedTuple):
         closes: The markers that can follow all tool calls, such as `</tool_calls>`. Empty if the
             format has no such marker.
         message_ends: The markers that end the message, such as `<|im_end|>`.
+        separator: The text between two tool calls, such as `---`, or "".
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     message_ends: tuple[str, ...] = ()
+    separator: str = ""
 
 
 class CompiledCall:
@@ -85,6 +88,7 @@ class CompiledCall:
         """
         self.call = call
         self.lacks_opening_marker = lacks_opening_marker
+        self._section = section
         self.closing_markers = marker_parts(call.close)
         # Finds a marker such as `</call>`, at which invalid arguments end.
         self.end_of_invalid_arguments = Lexer(_recovery_markers(call, section))
@@ -95,6 +99,27 @@ class CompiledCall:
         self._tags = _compile_tags(call, section, self._head_pattern)
         # Matches the first visible characters of the arguments, such as `<p=` or `{"`.
         self._body_start = _compile_body_start(call, self._tags)
+
+    @lru_cache(maxsize=256)  # noqa: B019  # A program has few formats, and keeps all of them.
+    def for_name(self, name: str) -> CompiledCall:
+        """Return the compiled calls of one function, whose closing marker may contain its name.
+
+        Example: for the closing marker `</{name}>`, a call of the function `f` ends at `</f>`.
+        """
+        call = self.call.for_name(name)
+        if call == self.call:
+            return self
+        lacks_marker = self.lacks_opening_marker
+        return CompiledCall(call, self._section, lacks_opening_marker=lacks_marker)
+
+    @property
+    def needs_offered_name(self) -> bool:
+        """Whether the text is a tool call only if the request offers the function that it names.
+
+        The text before the name shows no tool call in two cases: the model has omitted the opening
+        marker, or the format declares only punctuation, such as the `<` of `<get_weather>`.
+        """
+        return self.lacks_opening_marker or self.call.starts_with_punctuation
 
     @property
     def is_unmarked(self) -> bool:
@@ -133,13 +158,15 @@ class CompiledCall:
         match = self._head_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
-        mismatch = self.body_start_mismatch(text, match.end, is_final)
+        name = match.fields.get("name", "")
+        # The body may be empty, so that the closing marker, such as `</f>`, follows the header.
+        mismatch = self.for_name(name).body_start_mismatch(text, match.end, is_final)
         if mismatch is not None:
             return mismatch
         # An example of a template is `functions.{name}:{number}`. If the header does not contain
         # all fields of the template, the id is "".
         call_id = _fill_in_id(self.call.id, match.fields)
-        return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
+        return Head(match.end, name=name, call_id=call_id)
 
     def body_start_mismatch(self, text: str, head_end: int, is_final: bool) -> Mismatch | None:
         """Return None if arguments start at `head_end`. Otherwise return NEED_MORE or NO_MATCH.
@@ -267,9 +294,13 @@ def _stop_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
 
     Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end at `</f>`.
     A model may omit this marker, so `</call>`, `</calls>` and `<call>` are stop markers, too. If
-    the tool call has no closing marker, the markers that end the message are stop markers.
+    the tool call has no closing marker, the separator of two tool calls, such as `---`, and the
+    markers that end the message are stop markers.
     """
-    end_markers = marker_parts(call.close)[:1] or section.message_ends
+    end_markers = marker_parts(call.close)[:1]
+    if not end_markers:
+        separators = (section.separator,) if section.separator else ()
+        end_markers = (*separators, *section.message_ends)
     stop_markers = (*end_markers, *_recovery_markers(call, section))
     return tuple(dict.fromkeys(stop_markers))  # Without duplicates, in the same order.
 

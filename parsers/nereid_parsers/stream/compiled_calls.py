@@ -72,7 +72,10 @@ def compile_calls(
     if tools is None:
         return CompiledCalls()
     section = SectionMarkers(
-        tuple(visible_markers(tools.opens)), tools.closes, tuple(visible_markers(message_ends))
+        tuple(visible_markers(tools.opens)),
+        tools.closes,
+        tuple(visible_markers(message_ends)),
+        tools.separator.strip(),
     )
     # A model may write a JSON array instead of the declared object, or the other way round.
     calls_to_compile = _with_json_variants(tools.calls)
@@ -110,13 +113,14 @@ def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
     """Return the closing markers that are long enough to be recognised in content.
 
     Example: the result contains `</tool_call>`, but not `}`. Most occurrences of `}` in content are
-    ordinary text.
+    ordinary text. The result does not contain `</{name}>` either, because no function is known
+    here whose name could replace `{name}`.
     """
     return [
         marker
         for variant in variants
         for marker in variant.closing_markers
-        if len(marker) >= _MIN_CLOSING_MARKER_CHARS
+        if len(marker) >= _MIN_CLOSING_MARKER_CHARS and "{name}" not in marker
     ]
 
 

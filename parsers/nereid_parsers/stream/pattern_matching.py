@@ -62,6 +62,7 @@ _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;◁▷«»《》【】〔〕〖〗｟｠⟦⟧⟨⟩⟪⟫"""
 # The field `{rest}` matches the rest of a line, which may be empty. All other fields match at least
 # one character.
+_QUOTES = "\"'`"
 _REST_FIELD = "rest"
 _NAME_FIELD = "name"
 _MAX_WORDS_ON_SECOND_LINE = 2  # The limit for a line break inside the field `rest`.
@@ -199,6 +200,23 @@ class Pattern:
                 fields[step.name] = value
             pos = end
         return PatternMatch(pos, fields)
+
+
+def compile_opening_tag(source: str) -> Pattern:
+    r"""Compile the pattern of the tag before a value. The white space after the tag is not matched.
+
+    Examples: `<p={key}>\n` gives the pattern `<p={key}>`. If spaces end the key, as in `--{key} `,
+    the pattern matches a key without white space.
+    """
+    tag = source.rstrip()
+    spaces = source.removeprefix(tag)
+    is_ended_by_space = tag.endswith("}") and bool(spaces) and "\n" not in spaces
+    if not is_ended_by_space:
+        return compile_pattern(tag)
+    steps = list(compile_pattern(source).steps)
+    while isinstance(steps[-1], WhitespaceStep):
+        steps.pop()
+    return Pattern(tuple(steps))
 
 
 def skip_whitespace(text: str, pos: int) -> int:
@@ -346,15 +364,17 @@ def _regex_before_whitespace(excluded_chars: str, next_literal: str) -> re.Patte
     The text of the field may contain white space, so white space alone does not end the text. The
     text ends before white space that the first word of the literal follows. Example: in
     `first name type="string"`, the regex matches `first name`, because `type` follows. One or two
-    white-space characters are accepted before `type`, because some models write one too many.
+    white-space characters are accepted before `type`, because some models write one too many. If
+    the literal has no word, as in `--city "Paris"` or `--days 3`, the text of the field contains no
+    white space.
 
     `excluded_chars` are the characters that the field cannot contain, in the syntax of a regex
     character class, for example `<>`.
     """
     first_word, *_ = _WHITESPACE_OR_GAP.split(next_literal.lstrip())
     allowed_char = f"[^{excluded_chars}]"
-    if not first_word:
-        return re.compile(f"{allowed_char}+")
+    if not first_word.strip(_QUOTES):
+        return re.compile(rf"[^{excluded_chars}\s]+")
     # With `\s+` instead, the search in a long run of white space would take quadratic time.
     end = rf"\s{{1,2}}{re.escape(first_word)}"
     return re.compile(f"(?:(?!{end}){allowed_char})+")  # The match stops where `end` starts.

@@ -27,6 +27,7 @@ from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
 from nereid_parsers.template.calls import READERS
 from nereid_parsers.template.calls.call_changes import record_changed_calls
+from nereid_parsers.template.calls.call_names import mask_repeated_names
 from nereid_parsers.template.calls.call_numbers import mask_call_numbers
 from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, split_text_after_calls
@@ -124,35 +125,27 @@ def find_tools(
     # The two tool calls must differ only in their names and arguments, so their numbers are masked.
     # The prober has already masked numbers directly after the name, as in `f:0`.
     # `mask_call_numbers` also masks numbers at other places, as in `0 f` or `f index=0`.
-    masked_texts = mask_call_numbers(texts)
+    masked_texts = mask_repeated_names(mask_call_numbers(texts))
     call_format = _infer_call_format(masked_texts, prober.undecided)
     if call_format is None:
         return findings
-    if _is_name_repeated_after_call(call_format):
+    if _is_name_repeated_between_calls(call_format):
         prober.undecided.append(
-            "The format of the calls could not be inferred: the text after a call repeats the name "
-            f"of the function. A call is written as {restore_numbers_and_ids(one_call)!r}."
+            "The format of the calls could not be inferred: the text between two calls repeats the "
+            f"name of the function. A call is written as {restore_numbers_and_ids(one_call)!r}."
         )
         return findings
     return _add_format(findings, call_format, masked_texts, prober.undecided)
 
 
-def _is_name_repeated_after_call(call_format: CallFormat) -> bool:
-    """Return whether the text after the arguments of a tool call repeats the function's name.
+def _is_name_repeated_between_calls(call_format: CallFormat) -> bool:
+    """Return whether the text between two tool calls, or after all of them, contains `{name}`.
 
-    Example: in the tool call `<f>{"a": 1}</f>`, the text `</f>` repeats the name `f`.
-
-    Such a format is not supported. The name in the rendered tool call, such as "zqFirstTool", would
-    become a part of the closing marker. The parser would then expect "zqFirstTool" after every tool
-    call, even if the tool call has another name.
+    `mask_repeated_names` replaces a name after the arguments with `{name}`. Only the closing marker
+    of each tool call may contain `{name}`, because the parser replaces it only there.
     """
     markup = call_format.markup
-    texts_after_calls = (
-        markup.separator,
-        markup.close,
-        *(call.close for call in call_format.calls),
-    )
-    return any(name in text for text in texts_after_calls for name in (FIRST_TOOL, SECOND_TOOL))
+    return any("{name}" in text for text in (markup.separator, markup.close))
 
 
 def _add_format(

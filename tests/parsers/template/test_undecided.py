@@ -52,8 +52,18 @@ def template(before_content="", call="", argument=""):
             "TaggedArguments.close is ' ', but a marker must contain a visible character",
         ),
         (
-            template(call="<{{ c.function.name }}>{{ ARGS }}</{{ c.function.name }}>"),
-            "could not be inferred: the text after a call repeats the name of the function",
+            template(
+                call="<call>{{ c.function.name }}{{ ARGS }}</call>"
+                "{% if not loop.last %}<after {{ c.function.name }}>{% endif %}"
+            ),
+            "could not be inferred: the text between two calls repeats the name of the function",
+        ),
+        (
+            template(
+                call='<call>{"name": "{{ c.function.name }}", "arguments": {{ ARGS }}}'
+                "</{{ c.function.name }}>"
+            ),
+            "Call.close is '</{name}>' and contains the field {name}, so Call.head must contain",
         ),
         (
             template(before_content="{% if m.reasoning %}<think>{{ m.reasoning }} {% endif %}"),
@@ -92,7 +102,8 @@ def template(before_content="", call="", argument=""):
         "a value before its key",
         "values without markers",
         "values that end at a space",
-        "a closing text with the name",
+        "the name between two calls",
+        "a closing text with the name after a JSON object with the name",
         "reasoning without an end",
         "reasoning after the content",
         "a marker with the length of the reasoning",

@@ -7,7 +7,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_regex
-from nereid_parsers.stream.pattern_matching import Pattern, compile_pattern, looks_like_markup
+from nereid_parsers.stream.pattern_matching import (
+    Pattern,
+    compile_opening_tag,
+    looks_like_markup,
+)
 from nereid_parsers.tool_declarations import TaggedArguments
 
 _NEVER = "(?!)"  # A regex that never matches.
@@ -27,11 +31,15 @@ class CompiledTag:
         opening: The pattern of the opening tag.
         padding: The declared white space after the opening tag. The padding is not a part of the
             value.
-        closing_marker: The closing marker, without white space.
+        closing_marker: The closing marker, see `TaggedArguments.closing_marker`.
+        separator: The text that may follow the closing marker before the next argument, such as `,`
+            in `a="x", b="y"`, or "".
+        is_json: Whether the text between the tags is a JSON value that is no string, because the
+            format encloses strings in quotes.
         escapes: The kind of escape sequences in the value, see `TaggedArguments`.
-        is_closed_by_separator: Whether the closing marker is a line break or punctuation, such as
-            `;` in `a=1; b=2`. A value may contain such a separator, and the separator may be
-            missing after the last value.
+        is_closed_by_separator: Whether only a separator, a line break or punctuation, such as `;`
+            in `a=1; b=2`, or the next argument ends the value. A value may contain such a
+            separator, and the separator may be missing after the last value.
         may_be_escaped: Whether a backslash before the closing marker makes the marker a part of the
             value.
         find_end: A function that finds the closing marker (group "close") or an early end (group
@@ -42,21 +50,26 @@ class CompiledTag:
             are empty.
     """
 
-    def __init__(self, declaration: TaggedArguments, early_ends: tuple[str, ...]) -> None:
+    def __init__(
+        self, declaration: TaggedArguments, early_ends: tuple[str, ...], *, is_json: bool = False
+    ) -> None:
         """Compile the regular expressions for one way to write a value, such as `<p={key}>..</p>`.
 
         `early_ends` are the markers that follow the value if its closing marker is missing. Example
-        for the early end `</call>`: both `a</p>` and `a</call>` have the value `a`.
+        for the early end `</call>`: both `a</p>` and `a</call>` have the value `a`. `is_json` is
+        true if the values are JSON, and a string would have quotes.
         """
-        opening_tag = declaration.open.rstrip()
-        self.opening: Pattern = compile_pattern(opening_tag)
+        self.opening: Pattern = compile_opening_tag(declaration.open)
         # The declared white space between the opening tag and the value.
-        self.padding = declaration.open.removeprefix(opening_tag)
+        self.padding = declaration.open.removeprefix(declaration.open.rstrip())
         self.closing_marker = declaration.closing_marker
+        self.separator = declaration.separator.strip() if declaration.close else ""
+        self.is_json = is_json
         self.escapes = declaration.escapes
         # A value may contain a separator, such as `;` in `a=1; b=2`. Another argument, or the end
         # of the tool call, must follow the separator that ends the value.
-        self.is_closed_by_separator = _SEPARATOR.fullmatch(self.closing_marker) is not None
+        is_punctuation = _SEPARATOR.fullmatch(self.closing_marker) is not None
+        self.is_closed_by_separator = not declaration.close or is_punctuation
         # Whether the value continues after `\"` if a quote is the closing marker.
         self.may_be_escaped = _may_escape_closing_marker(declaration)
         regexes = _compile_value_end_regexes(declaration, early_ends)
@@ -112,9 +125,11 @@ def _compile_value_end_regexes(
         `3\n</`        none                  `\n</`, which may become `\n</p>`
     """
     closing_marker = declaration.closing_marker
-    markers = (closing_marker, *early_ends)
+    markers = tuple(marker for marker in (closing_marker, *early_ends) if marker)
+    # If no text closes the value, the separator or the next opening tag follows.
+    closing_text = declaration.close or declaration.separator or declaration.open
     # The white space that may precede each marker: `\n` in the example, often "".
-    whitespace = _whitespace_before_marker(declaration.close)
+    whitespace = _whitespace_before_marker(closing_text)
     complete_end = _value_end_regex(closing_marker, early_ends, whitespace)
     incomplete_ends = _value_end_prefixes(markers, whitespace)
     first_texts = (whitespace, *markers)  # Each match starts with one of these texts.
@@ -171,9 +186,9 @@ def _first_char_lookahead(texts: Iterable[str]) -> str:
 
 
 def any_marker_regex(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of `markers`. If `markers` is empty, the regex never matches.
+    """Return a regex that matches any of `markers`, or never matches if all of them are empty.
 
     White space between the tags of a marker is optional. Example: the marker `<a><b>` gives a regex
     that also matches `<a> <b>`.
     """
-    return "|".join(map(spaced_marker_regex, markers)) or _NEVER
+    return "|".join(spaced_marker_regex(marker) for marker in markers if marker) or _NEVER

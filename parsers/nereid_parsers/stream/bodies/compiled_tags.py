@@ -98,9 +98,14 @@ class CompiledTags:
         self._tag_starts = _tag_starts(declarations)
         # A text that may also start an argument does not show that the next tool call starts.
         self._ends_at_next_head = bool(next_call_start) and next_call_start not in self._tag_starts
-        # A value without its closing marker ends before a stop marker or before the next argument.
-        early_ends = _early_ends(stop_markers, self._tag_starts)
-        self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
+        self.variants = tuple(
+            CompiledTag(
+                each,
+                _early_ends(each, stop_markers, self._tag_starts),
+                is_json=declaration.escapes == "json" and not each.escapes,
+            )
+            for each in declarations
+        )
         self._close_or_tag_start_regex = _compile_close_or_tag_start(
             self.variants, self._tag_starts
         )
@@ -341,13 +346,21 @@ def _tag_starts(declarations: Iterable[TaggedArguments]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(literal for literal in literals if literal))
 
 
-def _early_ends(stop_markers: tuple[str, ...], tag_starts: tuple[str, ...]) -> tuple[str, ...]:
+def _early_ends(
+    declaration: TaggedArguments, stop_markers: tuple[str, ...], tag_starts: tuple[str, ...]
+) -> tuple[str, ...]:
     """Return the texts that follow a value without a closing marker.
 
     Examples: the stop marker `</function>`, and the start `<parameter=` of the next tag. The tag
-    start `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
+    start `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`. A tag
+    start of one character is not omitted if no other text ends the value, as in `-a=1 -b=2`. A
+    string in quotes, such as `"--b x"`, contains the start of the next tag.
     """
-    return (*stop_markers, *(start for start in tag_starts if len(start) > 1))
+    is_quoted = declaration.escapes == "json" and len(declaration.closing_marker) == 1
+    if is_quoted:
+        return stop_markers
+    min_chars = 2 if declaration.closing_marker else 1
+    return (*stop_markers, *(start for start in tag_starts if len(start) >= min_chars))
 
 
 def _compile_close_or_tag_start(

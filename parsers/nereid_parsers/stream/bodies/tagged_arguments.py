@@ -51,6 +51,7 @@ class TaggedReader(StepReader):
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
+        self._separator = ""  # The text that may follow the last value, such as `,`, or "".
         # Whether an opening tag has been read, but not the end of its value.
         self._is_in_value = False
 
@@ -80,6 +81,8 @@ class TaggedReader(StepReader):
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
+        if self._separator:
+            return self._read_separator(text, pos)
         end = self._tags.match_end(text, pos, self.is_final, self.writer.tools)
         if end is NEED_MORE:
             return NEED_MORE
@@ -95,6 +98,19 @@ class TaggedReader(StepReader):
         if self.is_final and self._is_cut_off_tag(text, pos):
             return len(text)
         return self._reject(pos)  # Text between the arguments is not valid.
+
+    def _read_separator(self, text: str, pos: int) -> int | NeedMore:
+        """Skip the separator after a value, such as the comma in `a="x", b="y"`, if there is one.
+
+        Return the position after the separator, or NEED_MORE if more text may complete it.
+        """
+        separator = self._separator
+        has_separator = text.startswith(separator, pos)
+        may_become_separator = not self.is_final and separator.startswith(text[pos:])
+        if may_become_separator and not has_separator:
+            return NEED_MORE
+        self._separator = ""
+        return pos + len(separator) if has_separator else pos
 
     def _is_cut_off_tag(self, text: str, pos: int) -> bool:
         """Return whether the message ends inside an opening tag or a stop marker.
@@ -174,6 +190,7 @@ class TaggedReader(StepReader):
             `ab`         `OpenPiece(end=2)`
         """
         tag = self._value.tag
+        self._value.start_piece(pos)
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
         marker = find_marker(text, pos)
@@ -198,7 +215,9 @@ class TaggedReader(StepReader):
         """
         piece_end = marker.start()  # The match starts with the white space before the marker.
         if self._value.is_escaped(text, pos, piece_end):
-            return None  # A backslash makes the marker a part of the value, as in `a\"b"`.
+            return None  # A backslash makes the marker a part of the value, as in `a\"b`.
+        if self._value.is_inside_json(text, piece_end):
+            return None  # The array or object continues, as in `["a, b=1"]`.
         match marker.lastgroup:
             case "close":
                 return self._piece_before_closing_marker(marker, text)
@@ -275,7 +294,8 @@ class TaggedReader(StepReader):
             case MarkerRole.UNDECIDED:
                 return OpenPiece(piece_end)
             case MarkerRole.AFTER_VALUE:
-                return LastPiece(piece_end, next_pos=marker_start, lacks_closing_marker=True)
+                is_faulty = not self._value.tag.is_closed_by_separator
+                return LastPiece(piece_end, next_pos=marker_start, lacks_closing_marker=is_faulty)
 
     def _role_of_marker_in_value(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of the value or follows the value.
@@ -302,6 +322,8 @@ class TaggedReader(StepReader):
         if not isinstance(opening, TagOpening):  # The tag is not valid: `<parameter=>`.
             return MarkerRole.PART_OF_VALUE
         key = opening.fields["key"].strip()
+        if self._value.tag.closing_marker == " " and " " in key:
+            return MarkerRole.PART_OF_VALUE  # In `city=New York days=3`, no key starts at `York`.
         may_be_argument = self.writer.tools.may_have_argument(self._head.name, key)
         is_next_argument = may_be_argument and key not in self._keys
         return MarkerRole.AFTER_VALUE if is_next_argument else MarkerRole.PART_OF_VALUE
@@ -342,7 +364,7 @@ class TaggedReader(StepReader):
         piece = self._find_piece(text, pos)
         has_new_text = piece.end > pos
         if has_new_text:
-            self._value.pieces.append(text[pos : piece.end])
+            self._value.append(text, pos, piece.end)
         if isinstance(piece, LastPiece):
             self.writer.write(self._value.to_json())
             self._end_value(piece)
@@ -366,6 +388,7 @@ class TaggedReader(StepReader):
         """Select the step that reads the next tag. Store a deviation if `last_piece` shows one."""
         if last_piece.lacks_closing_marker:
             self.writer.add_deviation(_MISSING_CLOSE)
+        self._separator = self._value.tag.separator
         self._is_in_value = False
         self._next_step = self._read_tag_or_end
 

@@ -9,7 +9,9 @@ from html import unescape as unescape_html
 from typing import Any, NamedTuple
 
 from nereid_parsers.stream.bodies.compiled_tag import CompiledTag
+from nereid_parsers.stream.status import MORE
 from nereid_parsers.stream.values.argument_types import Tools
+from nereid_parsers.stream.values.json_scanner import JsonScanner
 from nereid_parsers.stream.values.json_text import escape_surrogates, to_json
 from nereid_parsers.stream.values.nested_values import nested_tags_to_json
 
@@ -70,6 +72,9 @@ class TaggedValue:
         schema: The JSON schema of the value, or None.
         root: The JSON schema of all arguments, which contains the definitions.
         pieces: The stored text of the value. Text that has been written is not stored.
+
+    If the value can only be JSON without quotes, such as an array, a scanner follows its brackets,
+    so that a marker inside the array does not end the value.
     """
 
     tag: CompiledTag
@@ -77,6 +82,8 @@ class TaggedValue:
     schema: object
     root: Mapping[str, Any]
     pieces: list[str] = field(default_factory=list)
+    _scanner: JsonScanner = field(default_factory=JsonScanner)
+    _scan_pos: int = 0  # The position up to which the scanner has read the text of the parser.
 
     @property
     def text(self) -> str:
@@ -128,6 +135,39 @@ class TaggedValue:
         if has_only_backslashes:  # The stored text before them may end with backslashes, too.
             num_backslashes += self._count_stored_backslashes()
         return num_backslashes % 2 == 1
+
+    def start_piece(self, pos: int) -> None:
+        """Start to search the end of the value in a text, whose part before `pos` is stored."""
+        self._scan_pos = pos
+
+    def is_inside_json(self, text: str, end: int) -> bool:
+        """Return whether `text[end]` is inside an array or an object, such as `["a, b", 1]`.
+
+        Every call with the same text must have a larger `end`, because the scanner reads each
+        character once. The result is False if the value may be a string without quotes.
+        """
+        if not self._is_json():
+            return False
+        self._scan_to(text, end)
+        return self._scanner.status is MORE and self._scanner.has_open_brackets
+
+    def append(self, text: str, start: int, end: int) -> None:
+        """Store the next part of the value, which is `text[start:end]`."""
+        self.pieces.append(text[start:end])
+        if self._is_json():
+            self._scan_to(text, end)
+
+    def _is_json(self) -> bool:
+        """Return whether the value is JSON, and would have quotes if it were a string."""
+        if not self.tag.is_closed_by_separator or self.tag.escapes:
+            return False
+        return self.tag.is_json or (self.types is not None and "string" not in self.types)
+
+    def _scan_to(self, text: str, end: int) -> None:
+        """Let the scanner read the text from the last scanned position to `end`."""
+        if self._scanner.status is MORE and end > self._scan_pos:
+            self._scanner.scan(text[self._scan_pos : end], 0)
+            self._scan_pos = end
 
     def _count_stored_backslashes(self) -> int:
         """Return the number of backslashes at the end of the stored text."""

@@ -68,11 +68,11 @@ class ExpectedCall:
                 # yet, because this variant takes precedence.
                 return NEED_MORE
             if isinstance(match, Head):
-                # If the model has omitted the declared marker of a tool call, only the name of an
-                # offered function shows that the text is a tool call.
+                # Without a marker such as `<call>`, only the name of an offered function shows that
+                # the text is a tool call.
                 is_offered = match.name in tools or not tools.is_known
-                if is_offered or not variant.lacks_opening_marker:
-                    return MatchedCall(variant, match, self.is_confirmed)
+                if is_offered or not variant.needs_offered_name:
+                    return MatchedCall(variant.for_name(match.name), match, self.is_confirmed)
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
@@ -84,10 +84,17 @@ class ExpectedCall:
             `<tool_call>x`   False, because no tool call starts with this text
             `{`              True if `includes_unmarked` is true, because a tool call without a
                              marker could start
+            `<br`            True if `includes_unmarked` is true, although `<` starts tool calls
+                             such as `<get_weather>`, because content often contains `<`
 
         The caller removes an incomplete start from the output.
         """
-        variants = [v for v in self.variants if includes_unmarked or not v.is_unmarked]
+        variants = [
+            variant
+            for variant in self.variants
+            if includes_unmarked
+            or not (variant.is_unmarked or variant.call.starts_with_punctuation)
+        ]
         # With `is_final=False`, the result NEED_MORE shows that more text could complete the start
         # of a tool call.
         return any(

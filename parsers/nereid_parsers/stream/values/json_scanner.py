@@ -46,6 +46,11 @@ class JsonScanner:
         self._is_escaped = False  # Whether the last piece ended with a backslash in a string.
         self.status = MORE
 
+    @property
+    def has_open_brackets(self) -> bool:
+        """Whether the text that was scanned ends inside an array or an object."""
+        return bool(self._closing_brackets)
+
     def scan(self, text: str, pos: int) -> int:
         """Find the end of a JSON value, and set `status`.
 

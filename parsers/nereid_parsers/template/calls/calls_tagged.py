@@ -113,9 +113,36 @@ def _find_markup(texts: CallTexts) -> _TaggedMarkup | None:
         return None
     # After the last value, `</arg></call>` closes the argument and the tool call. `list_markup`
     # finds `</arg>`, which also follows the first value. The rest, `</call>`, closes the tool call.
-    arguments = list_markup(call.before_key, call.between_arguments, after=undivided.item_close)
+    arguments = _markup_of_arguments(
+        call, after=undivided.item_close, after_number=_text_after_number(texts)
+    )
     calls = replace(undivided, item_close=arguments.close)
     return _TaggedMarkup(calls, arguments, call.before_value)
+
+
+def _markup_of_arguments(call: _TwoArguments, after: str, after_number: str) -> ListMarkup:
+    r"""Return the markup of the list of arguments.
+
+    In most formats, each value has a closing tag, as in `<k a>1</k><k b>2</k>`. If white space
+    alone separates two values, as in `f\na: 1\nb: 2</c>`, the white space is a separator, and the
+    first white space belongs to the text before the list.
+
+    `after` is the text after the last value, which is a string. `after_number` is the text after a
+    number, for example if only strings have a closing quote.
+    """
+    arguments = list_markup(call.before_key, call.between_arguments, after)
+    is_number_unclosed = after_number == arguments.close
+    has_all_closes = bool(arguments.item_close) and not is_number_unclosed
+    space = arguments.item_open
+    if has_all_closes or arguments.separator or space.strip():
+        return arguments
+    return replace(arguments, open=arguments.open + space, item_open="", separator=space)
+
+
+def _text_after_number(texts: CallTexts) -> str:
+    """Return the text after the number in a rendered tool call, such as `</arg></call>`."""
+    _, _, after_number = texts.number.partition(_NUMBER_TEXT)
+    return after_number
 
 
 def _markup_with_undivided_close(two_calls: str) -> ListMarkup | None:
@@ -193,9 +220,10 @@ def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArgument
         after_value=_text_after_plain_string(texts),  # `</p></call>`
     )
     # The text `</p></call>` also closes the tool call, so the closing tag `</p>` comes from
-    # `markup`. The text between two arguments, such as a line break, is added to the closing tag.
-    string_close = arguments.item_close + arguments.separator
-    string_tags = TaggedArguments(around_string.opening_tag(), string_close)
+    # `markup`.
+    string_tags = TaggedArguments(
+        around_string.opening_tag(), arguments.item_close, separator=arguments.separator
+    )
     around_number = _text_around_number(texts.number, arguments)
     if around_number is None:
         return string_tags
@@ -290,4 +318,5 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
         open=tags.open + escape_braces(quotes.open),
         close=quotes.close + tags.close,
         also=(unquoted, *tags.also),
+        separator=tags.separator,
     )

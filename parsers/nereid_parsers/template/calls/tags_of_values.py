@@ -56,7 +56,9 @@ def add_tags_of_number(
     number_close = _closing_tag_of_number(
         around_number.after_value, around_string.after_value, string_close=string_tags.close
     )
-    number_tags = TaggedArguments(around_number.opening_tag(), number_close)
+    number_tags = TaggedArguments(
+        around_number.opening_tag(), number_close, separator=string_tags.separator
+    )
     if number_tags == string_tags:
         return string_tags  # Case 2
     return replace(string_tags, also=(number_tags,))  # Case 3

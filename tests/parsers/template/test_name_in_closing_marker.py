@@ -1,6 +1,7 @@
 """Tests of tool calls whose closing marker repeats the name of the function: `<f>..</f>`."""
 
 import json
+import time
 
 import pytest
 from nereid_parsers import FormatError, StreamParser, analyze_template, fold, parse
@@ -99,3 +100,13 @@ def test_content_that_is_no_call_is_allowed_beside_strict_tools():
 def test_the_header_must_contain_a_name_that_the_closing_marker_repeats():
     with pytest.raises(FormatError, match=r"Call.close is '</{name}>'.*Call.head must contain"):
         Call(JsonObject(), open="<call>", close="</{name}>")
+
+
+def test_many_closing_markers_in_a_value_take_little_time():
+    text = "<save>\n<text>" + "</save>" * 300
+    parser = StreamParser(analysis_of("name_tags").format, tools=TOOLS)
+    started = time.process_time()
+    for char in text:
+        parser.feed(char)
+    parser.finish()
+    assert time.process_time() - started < 3

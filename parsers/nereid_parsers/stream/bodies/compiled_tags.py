@@ -256,31 +256,31 @@ class CompiledTags:
         the value, but only if the tag belongs to the next tool call. If there is no such tag before
         `search_end`, the result is UNDECIDED.
         """
+        next_arguments_pos = self._arguments_of_next_call(text, stop_marker_pos, search_end, tools)
         for tag in self._close_or_tag_start_regex.finditer(text, stop_marker_pos, search_end):
             is_closing_marker = tag["close"] is not None
             if is_closing_marker:
                 return MarkerRole.PART_OF_VALUE
-            if self._is_next_call_between(text, stop_marker_pos, tag.start(), tools):
+            if tag.start() == next_arguments_pos:
                 return MarkerRole.AFTER_VALUE
         return MarkerRole.UNDECIDED
 
-    def _is_next_call_between(
-        self, text: str, stop_marker_pos: int, opening_pos: int, tools: Tools
-    ) -> bool:
-        """Return whether a stop marker and an opening tag enclose the start of the next tool call.
+    def _arguments_of_next_call(
+        self, text: str, stop_marker_pos: int, search_end: int, tools: Tools
+    ) -> int | None:
+        """Return the position after the header of the tool call that follows a stop marker.
 
         Example: in the text `</function></call><call><function=f><parameter=`, the stop marker is
-        `</function>`, and the opening tag is `<parameter=`. Only other markers and a header are
-        between the two, so the result is True. The result is False if there is any other text, or
-        if the header names a function that the request does not offer.
+        `</function>`, and the result is the position of `<parameter=`. The result is None if other
+        text than markers precedes the header, or if the header names a function that the request
+        does not offer.
         """
-        head_start = self._skip_markers_between_calls(text, stop_marker_pos, opening_pos)
-        # The opening tag follows the header, so `is_final` has no effect.
+        head_start = self._skip_markers_between_calls(text, stop_marker_pos, search_end)
+        # The text after the header has arrived, so `is_final` has no effect.
         head = self._head.match(text, head_start, is_final=False)
-        if not isinstance(head, PatternMatch):
-            return False
-        is_directly_before_opening = skip_whitespace(text, head.end) == opening_pos
-        return is_directly_before_opening and _is_offered(head, tools)
+        if not isinstance(head, PatternMatch) or not _is_offered(head, tools):
+            return None
+        return skip_whitespace(text, head.end)
 
     def _match_call_after_markers(
         self, text: str, is_final: bool, tools: Tools

@@ -239,7 +239,8 @@ class PythonCalls:
 
     Attributes:
         open, close: The brackets around all tool calls: `"["` and `"]"`. Both may be empty.
-        separator: The text between two tool calls: `", "` or `"\n"`.
+        separator: The text between two tool calls: `", "` or `"\n"`. Empty if the markers of
+            `Call` enclose each tool call.
         suffix: Optional text after a function's name, which is not a part of the name: `".call"`.
     """
 

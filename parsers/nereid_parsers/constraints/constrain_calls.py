@@ -92,12 +92,13 @@ def _lists(section: ToolSection, call: Call, request: Request) -> Node:
     """Return the grammar node for one list of tool calls, or for several lists.
 
     A message can contain several lists only if markers enclose each list, as in
-    `<call>[f()]</call><call>[g()]</call>`. `call` declares the list and its markers. `section`
-    declares the separator.
+    `<call>[f()]</call><call>[g()]</call>`, or if a list is a single call, as in `await f()`.
+    `call` declares the list and its markers. `section` declares the separator.
     """
     list_of_calls = _list_or_object(section, call, request)
     has_markers = bool(call.open.strip() and call.close.strip())
-    if not has_markers:
+    is_single_call = isinstance(call.body, PythonCalls) and not call.body.separator
+    if not has_markers and not is_single_call:
         return list_of_calls
     return _one_call_or_more([list_of_calls], _separator(section), request)
 
@@ -225,9 +226,15 @@ def list_node(call: Call, request: Request) -> Node:
 
 
 def _python_list(declaration: PythonCalls, request: Request) -> Node:
-    """Return the grammar node for a list of Python calls, such as `[f(a=1), g()]`."""
+    """Return the grammar node for a list of Python calls, such as `[f(a=1), g()]`.
+
+    If the format declares no separator, the list is a single call, such as `f(a=1)`.
+    """
     calls = [python_call(declaration, tool) for tool in request.tools]
-    members = _one_call_or_more(calls, const(declaration.separator), request)
+    if declaration.separator:
+        members = _one_call_or_more(calls, const(declaration.separator), request)
+    else:
+        members = one_of(*calls)
     return sequence(const(declaration.open), members, const(declaration.close))
 
 

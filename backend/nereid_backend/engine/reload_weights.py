@@ -158,6 +158,11 @@ def _check_new_checkpoint(
         check_same_tokenizer(tokenizer_files, hash_tokenizer_files(new_config.model))
     except ModelError as error:
         raise RequestError(f"path: {error}") from error
+    except OSError as error:
+        raise RequestError(
+            f"path: the checkpoint cannot be read ({error}). Name a folder that the server can "
+            "read."
+        ) from error
     is_unknown = architecture == ""  # The configuration of the checkpoint names no architecture.
     if not is_unknown and architecture != parts.info.architecture:
         raise RequestError(

@@ -79,6 +79,9 @@ def test_a_refused_checkpoint_leaves_the_old_weights(tmp_path):
         engine.reload(str(tmp_path / "broken"))
     with pytest.raises(RequestError, match="is not a folder"):
         engine.reload(str(tmp_path / "none"))
+    # The system refuses a long path in the same way as a path without permission, also for root.
+    with pytest.raises(RequestError, match=r"^path: the checkpoint cannot be read \(.*too long"):
+        engine.reload("/" + "a" * 300)
 
     BY_NAME["gemma2"].make().save_pretrained(tmp_path / "other")
     with pytest.raises(RequestError, match=r"path: the (tensor|new checkpoint) .*"):

@@ -75,6 +75,16 @@ async def test_an_unknown_session_cannot_be_extended(connect, backend):
     assert response.json()["error"]["code"] == "cache_key_not_found"
 
 
+async def test_a_key_with_a_nul_character_does_not_name_another_session(connect, backend):
+    async with connect() as client:
+        extended = await client.post("/v1/cache", json={**FIELDS, "prompt_cache_key": "a\0b"})
+        dropped = await client.delete("/v1/cache", params={"prompt_cache_key": "\0"})
+    for response in (extended, dropped):
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt_cache_key"
+    assert not backend.cache_calls
+
+
 @pytest.mark.parametrize("body", [{}, {"prompt_cache_key": "a", "prompt_cache_retention": "x"}])
 async def test_a_wrong_body_is_refused(connect, backend, body):
     async with connect() as client:

@@ -98,6 +98,7 @@ async def test_the_weights_are_replaced(connect, backend):
         ({"model": "other"}, 404, "model"),
         ({"running_requests": "stop"}, 400, "running_requests"),
         ({"path": 3}, 400, "path"),
+        ({"path": "/models/a\0b"}, 400, "path"),
     ],
 )
 async def test_wrong_requests_to_replace_the_weights(connect, backend, body, status, param):

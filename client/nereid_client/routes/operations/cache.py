@@ -8,12 +8,12 @@ from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.cache_requests import RETENTION_S, ExtendSessionRequest
 from nereid_client.request_context import (
-    check_unicode,
     context_of,
     find_context,
     read_body,
     validate,
 )
+from nereid_client.routes.operations.triton_parameter import check_parameter
 
 router = APIRouter(tags=["Operation"])
 
@@ -34,7 +34,7 @@ async def cache_statistics(request: Request, model: str | None = None) -> dict[s
 async def extend_session(request: Request) -> dict[str, Any]:
     """Retain the cached prefixes of a session for at least the requested time."""
     body = validate(ExtendSessionRequest, await read_body(request))
-    check_unicode(body.prompt_cache_key)
+    check_parameter(body.prompt_cache_key, "prompt_cache_key")
     _select_model(request, body.model)
     seconds = RETENTION_S[body.prompt_cache_retention]
     parameters = {"prompt_cache_key": body.prompt_cache_key, "seconds": str(seconds)}
@@ -65,6 +65,7 @@ async def drop_sessions(
     the prefixes of this client's sessions are removed.
     """
     _select_model(request, model)
+    check_parameter(prompt_cache_key or "", "prompt_cache_key")
     key = {} if prompt_cache_key is None else {"prompt_cache_key": prompt_cache_key}
     answer = await _call_prefix_cache(request, {"cache": "drop", **key})
     return {"object": "cache", "deleted": True, **answer}

@@ -11,12 +11,12 @@ from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.lora_requests import LoadLoraRequest, UnloadLoraRequest
 from nereid_client.protocol.reload_request import ReloadRequest
 from nereid_client.request_context import (
-    check_unicode,
     context_of,
     find_context,
     read_body,
     validate,
 )
+from nereid_client.routes.operations.triton_parameter import check_parameter
 
 router = APIRouter(tags=["Operation"])
 
@@ -77,7 +77,7 @@ async def reload_weights(request: Request) -> dict[str, Any]:
     _check_weight_updates_allowed(request, "replace weights", code="weight_updates_disabled")
     _refuse_key_of_key_file()
     body = validate(ReloadRequest, await read_body(request))
-    check_unicode(body.path or "")
+    check_parameter(body.path or "", "path")
     context = find_context(request, body.model)
     if context is None:
         raise ApiError(

@@ -11,7 +11,6 @@ An adapter that changes more than the outputs of linear layers is refused, becau
 be wrong.
 """
 
-import errno
 import hashlib
 import json
 import math
@@ -135,9 +134,10 @@ def _read(file: Path, max_file_bytes: int, *, lora_memory: int) -> bytes:
         if size <= max_file_bytes:
             return file.read_bytes()
     except OSError as error:
-        # If the path is too long, give no hint: the search for a hint would access files with the
-        # same path, and pathlib would raise the same error again.
-        hint = "" if error.errno == errno.ENAMETOOLONG else _missing_file_hint(file)
+        # After another error, such as a lack of permission, the search for a hint would access the
+        # same folder, and pathlib would raise the same error again.
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        hint = _missing_file_hint(file) if is_missing else ""
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
     except ValueError as error:  # for example, the path contains a NUL character
         raise ModelError(f"{str(file)!r} is not a valid path ({error}).") from error
@@ -148,9 +148,7 @@ def _read(file: Path, max_file_bytes: int, *, lora_memory: int) -> bytes:
 
 
 def _missing_file_hint(file: Path) -> str:
-    """Return a sentence that tells how to remedy the lack of a file; "" if the file exists."""
-    if file.exists():  # for example, this process may not read the file
-        return ""
+    """Return a sentence that tells how to remedy the lack of a file."""
     if file.name == _WEIGHTS_FILE and file.with_suffix(".bin").exists():
         return (
             " Load the adapter with the library PEFT, and write it again with"

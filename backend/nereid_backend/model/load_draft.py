@@ -105,7 +105,14 @@ def check_draft_folder(config: EngineConfig) -> None:
     if config.draft_model is None:
         return
     path = Path(config.draft_model) / "config.json"
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:
+        raise ConfigError(
+            f"draft_model: {path} cannot be read ({error.strerror}). Allow the user that runs the "
+            "server to read this folder."
+        ) from error
+    if not is_file:
         raise ConfigError(
             f"draft_model: {config.draft_model} is not a folder with a file config.json. Set "
             "draft_model to the folder of a Hugging Face checkpoint."

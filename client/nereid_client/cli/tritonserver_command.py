@@ -130,7 +130,11 @@ def find_tritonserver(given: Path | None) -> Path:
 
 
 def _check_executable(given: Path) -> None:
-    if not (given.is_file() and os.access(given, os.X_OK)):
+    try:
+        is_file = given.is_file()
+    except OSError as error:
+        raise startup_checks.unreadable("--tritonserver", error) from None
+    if not (is_file and os.access(given, os.X_OK)):
         raise CliError(
             f"--tritonserver: {given} is not an executable file. Give the path of the program "
             "tritonserver, or leave --tritonserver out."

@@ -103,6 +103,21 @@ def check_checkpoint(path: Path, source: str = "--model") -> None:
         _check_checkpoint(path)
     except CliError as error:
         raise CliError(f"{source}: {error}") from None
+    except OSError as error:
+        raise unreadable(source, error) from None
+
+
+def unreadable(source: str, error: OSError) -> CliError:
+    """Return the error for a path that the operating system does not allow this program to read.
+
+    Args:
+        source: the flag that contains the path. The error message begins with this text.
+        error: the error of the operating system, which names the path.
+    """
+    return CliError(
+        f"{source}: {error.filename} cannot be read ({error.strerror}). Allow the user that runs "
+        "nereid to read this path and the folders above it, or give another path."
+    )
 
 
 def _check_checkpoint(path: Path) -> None:
@@ -161,7 +176,7 @@ def _check_json(path: Path) -> None:
     try:
         if path.is_file() and not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
             raise ValueError("it is not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CliError(f"the file {path} cannot be read ({error}). Download it again.") from None
 
 
@@ -170,7 +185,11 @@ def check_model_repository(path: Path) -> None:
 
     Raises: CliError.
     """
-    if not (path / "llm" / "config.pbtxt").is_file():
+    try:
+        has_model = (path / "llm" / "config.pbtxt").is_file()
+    except OSError as error:
+        raise unreadable("--model-repository", error) from None
+    if not has_model:
         raise CliError(
             f"--model-repository: the folder {path} has no llm/config.pbtxt. Give the path of "
             "Nereid's folder model_repository, or run this command in the folder that contains it."

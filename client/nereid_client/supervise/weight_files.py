@@ -59,7 +59,10 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def find_problem(folder: Path) -> str | None:
-    """Describe the first damaged or missing weight file. Return None if all files are intact."""
+    """Describe the first damaged or missing weight file. Return None if all files are intact.
+
+    Raises: OSError if a file cannot be read, for example because this program has no permission.
+    """
     if not any(folder.glob("*.safetensors")):
         return (
             f"the folder {folder} has no *.safetensors file. If a program for training wrote the "
@@ -134,7 +137,7 @@ def _damage_of_file(path: Path) -> str | None:
             file.seek(_LENGTH_BYTES)
             header = json.loads(file.read(length))
         expected_size = _LENGTH_BYTES + length + _num_tensor_bytes(header)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         return f"the header of the file {path} cannot be read ({reason}). Download it again."
     if expected_size != size:

@@ -43,9 +43,20 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
     templates, the template "tool_use" is used, or else the template "default".
 
     Raises:
-        FormatError: The path is neither a folder nor a file, or a JSON file is malformed.
+        FormatError: The path is neither a folder nor a file, the operating system does not allow
+            this program to read a file, or a JSON file is malformed.
     """
-    path = Path(path)
+    try:
+        return _read_checkpoint(Path(path))
+    except OSError as error:
+        raise FormatError(
+            f"{error.filename or path} cannot be read ({error.strerror}). Check the path and its "
+            "permissions."
+        ) from error
+
+
+def _read_checkpoint(path: Path) -> CheckpointText:
+    """Read the texts of a checkpoint or a template file; see `read_checkpoint`."""
     if path.is_file():
         return CheckpointText(_read_text(path))
     if not path.is_dir():

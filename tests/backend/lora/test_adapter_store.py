@@ -1,8 +1,10 @@
 """Tests of loading, unloading, replacing, evicting and refusing adapters."""
 
 import dataclasses
+import errno
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -290,6 +292,15 @@ def test_a_broken_config_of_an_adapter_is_refused_by_name(content, message, engi
     (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(RequestError, match=message):
         engine.load_lora("x", str(tmp_path))
+
+
+def test_an_adapter_that_may_not_be_read_is_refused(engine, folders, monkeypatch):
+    def refuse(path, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(RequestError, match=r"^lora_path: .* cannot be read \(Permission denied\)"):
+        engine.load_lora("x", folders["a"])
 
 
 def test_an_invalid_path_or_name_of_an_adapter_is_refused(engine, folders):

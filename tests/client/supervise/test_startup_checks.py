@@ -3,6 +3,7 @@
 The command prints one line and ends with exit code 2.
 """
 
+import errno
 import json
 import socket
 from pathlib import Path
@@ -39,6 +40,31 @@ def test_a_complete_checkpoint_passes(checkpoint):
 def test_the_message_about_a_missing_checkpoint_names_the_download_command(tmp_path):
     with pytest.raises(CliError, match=r"the folder .*/nowhere does not exist. .* `hf download"):
         checks.check_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("flag", ["--model", "--model-repository", "--tritonserver"])
+def test_a_path_that_cannot_be_read_is_named(capsys, flag):
+    # The system refuses a long path in the same way as a path without permission, also for root.
+    path = "/" + "a" * 300
+    assert main(["serve", flag, path]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"nereid serve: {flag}: {path}")
+    assert "cannot be read (File name too long). Allow the user that runs nereid" in error
+
+
+def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(checkpoint, monkeypatch):
+    file = checkpoint / "model.safetensors"
+
+    open_path = Path.open
+
+    def refuse(path, *args, **kwargs):
+        if path == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_path(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CliError, match=rf"--model: {file} cannot be read \(Permission denied\)"):
+        checks.check_checkpoint(checkpoint)
 
 
 def test_a_file_is_not_a_checkpoint(checkpoint):

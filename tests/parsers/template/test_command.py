@@ -108,6 +108,13 @@ def test_a_missing_path_is_an_error(tmp_path):
         run(tmp_path / "absent")
 
 
+def test_a_path_that_cannot_be_read_is_named():
+    # The system refuses a long path in the same way as a path without permission, also for root.
+    path = "/" + "a" * 300
+    with pytest.raises(FormatError, match=rf"^{path} cannot be read \(File name too long\)"):
+        run(path)
+
+
 def test_a_file_that_is_not_utf_8_is_named(tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF\xff\xfe")

@@ -212,6 +212,26 @@ def test_a_request_template_renders_long_conversations():
     assert text == "<user>" + "x" * 400_000 + "<assistant>y" * 10_000
 
 
+def test_a_request_may_have_256_nested_lists():
+    nested = []
+    for _ in range(255):
+        nested = [nested]
+    messages = [{"role": "user", "content": [{"text": nested}]}]
+    text = RequestTemplate("{{ messages[0].content[0].text | tojson }}").render(
+        {"messages": messages}
+    )
+    assert text == "[" * 256 + "]" * 256
+
+
+def test_a_template_may_not_make_too_many_nested_lists():
+    source = (
+        "{% set ns = namespace(x=[]) %}"
+        "{% for i in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}"
+    )
+    with pytest.raises(LimitError, match="a value of the template has more than 300 nested lists"):
+        RequestTemplate(source).render({})
+
+
 def test_a_request_template_writes_the_current_date():
     template = RequestTemplate("{{ strftime_now('%Y') }}")
     assert int(template.render({})) >= 2026

@@ -21,7 +21,9 @@ MAX_SOURCE = 1_000_000  # the largest number of characters of a template
 # Compiling code of this length takes up to 0.5 seconds, and cannot be interrupted.
 MAX_CODE = 1_000_000
 MAX_BITS = 4096  # the largest number of bits of an integer
-_MAX_DEPTH = 100  # the largest number of levels of nested lists
+# The largest number of levels of nested lists. A field of a request may have 256 levels. The lists
+# and objects around the field, such as the list of all messages, add some levels.
+_MAX_DEPTH = 300
 
 _ITEM_SIZE = 16  # the size that `size_of` adds for each value
 _CHECKS_PER_CLOCK_READ = 64  # Reading the clock is slow, so only every 64th time check reads it.
@@ -211,7 +213,7 @@ def _size_of(value: object, max_size: int, depth: int) -> int:
     if not isinstance(value, dict | list | tuple | set):  # a number, for example
         return _ITEM_SIZE
     if depth > _MAX_DEPTH:
-        raise LimitError(f"the template nests lists more than {_MAX_DEPTH} levels deep")
+        raise LimitError(f"a value of the template has more than {_MAX_DEPTH} nested lists")
     members = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     total = _ITEM_SIZE
     for member in members:

@@ -11,8 +11,9 @@ Start reading at guide_factory.py: `Guides.prepare` creates the guide of a reque
     llguidance_backend.py   JSON schemas, regular expressions, choices and Lark grammars
     xgrammar_backend.py     structural tags and EBNF grammars
     compile_grammar.py      chooses the grammar library that compiles a grammar
-    compile_cost.py         rejects grammars that would take too long to compile
-    quick_grammars.py       decides whether a grammar certainly compiles quickly
+    compile_cost.py         rejects grammars that would take too long to compile, and finds grammars
+                            that certainly compile quickly
+    schema_parts.py         parses a JSON schema, and finds the schemas inside a schema
     compile_pool.py         compiles quick grammars immediately, and other grammars after a trial
     shared_compilations.py  lets requests with equal grammars share one compilation
     trial_compiler.py       starts a trial: another process tries to compile a grammar

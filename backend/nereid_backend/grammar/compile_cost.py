@@ -1,30 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates how long a grammar takes to compile. Also parses the text of JSON schemas."""
+"""Estimates how long a grammar takes to compile, and finds grammars that compile quickly.
+
+Grammars that compile quickly are not tested in a child process first.
+"""
 
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
-
-# The largest accepted nesting depth of schemas. A schema inside another schema adds one or two
-# levels of JSON: {"items": {...}} adds one level, and {"properties": {"a": {...}}} adds two levels.
-MAX_DEPTH = 64
-_MAX_JSON_DEPTH = 2 * MAX_DEPTH
+from nereid_backend.grammar.schema_parts import subschemas
 
 # The pattern of a repetition in a regular expression or a grammar: {3}, {3,}, {,5} or {3,5}.
 _REPETITION = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 # The largest number of digits that are read from a bound. int() is slow for a very long number.
 _MAX_DIGITS = 9
 
-# The keywords of JSON Schema whose values are a schema, a list of schemas, or a map of schemas.
-_SCHEMA_KEYWORDS = (
-    "additionalProperties", "items", "propertyNames", "additionalItems", "not", "contains", "if",
-    "then", "else", "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
-_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LENGTH_KEYWORDS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
@@ -35,6 +28,53 @@ _LENGTH_KEYWORDS = (
 # constants were measured on one core; see docs/history/sampling-and-constraints.md.
 _PATTERN_S = 2.0e-7
 _LENGTH_S = 1.0e-8
+
+# A schema of at most _QUICK_BYTES characters compiles in at most a tenth of a second, unless it
+# contains a slow keyword or pattern.
+_QUICK_BYTES = 8192
+_QUICK_PATTERN_CHARS = 128
+# Matches the parts of a regular expression that can take a long time to compile: a bound with three
+# or more digits, such as `{0,500}`, and a repetition of a group or of another repetition, such as
+# `(a{9}){9}` and `a{9}{9}`.
+_SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]|\}\s*\{")
+# These keywords can make even a small schema slow to compile. For example, the libraries combine
+# all schemas of an `allOf` with each other, and xgrammar 0.2.8 needs minutes for `minProperties`
+# with 250 properties.
+_SLOW_WORDS = frozenset(
+    {
+        *("allOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "grammar"),
+        *("dependentSchemas", "multipleOf", "uniqueItems", "contains"),
+        *("minProperties", "maxProperties"),
+    }
+)
+# Types of nodes in structural tags. Structural tags from the project itself do not contain these
+# types, but structural tags from clients may contain them. xgrammar 0.2.8 crashes when it compiles
+# some of these nodes. Example: a node with a token that the vocabulary does not contain.
+_RISKY_NODES = frozenset(
+    {
+        *("token", "exclude_token", "any_tokens", "token_triggered_tags"),
+        *("dispatch", "token_dispatch", "repeat"),
+    }
+)
+_LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
+_QUICK_LENGTH = 1000
+# The patterns and lengths of a structural tag allow repetitions. xgrammar 0.2.8, which compiles
+# structural tags, needs time for each repetition. A repetition in a pattern takes about 20 times as
+# long as a repetition in a length. Even with a vocabulary of 2048 tokens, 60 patterns `.{0,99}`
+# take nine seconds. The sum of all repetitions in a quick tag is at most _QUICK_TAG_REPETITIONS.
+_QUICK_TAG_REPETITIONS = 640
+_PATTERN_WEIGHT = 20
+# xgrammar compiles these string formats slowly. For each format, the number is the upper bound of a
+# length, such as maxLength, that takes the same time to compile. With a vocabulary of 150,000
+# tokens, 20 properties with the format `uri-template` take five seconds. The other formats are
+# quick.
+_FORMAT_REPETITIONS = {
+    "email": 340,
+    "hostname": 140,
+    "uri": 230,
+    "uri-reference": 290,
+    "uri-template": 750,
+}
 
 
 class _Bound(NamedTuple):
@@ -53,96 +93,6 @@ class _Bound(NamedTuple):
     def seconds(self, vocab_size: int) -> float:
         """Return the compile time that this bound causes, for a vocabulary of `vocab_size`."""
         return self.repetitions * self.unit_s * vocab_size
-
-
-def subschemas(schema: object, path: str = "$", depth: int = 0) -> Iterator[tuple[object, str]]:
-    """Yield a JSON schema and all schemas inside it, each with its path.
-
-    The search stops at a nesting depth of about MAX_DEPTH. Example: for the schema
-    `{"properties": {"a": {"type": "string"}}}`, the function first yields this schema with the path
-    `$`. It then yields the schema `{"type": "string"}` with the path `$.properties.a`.
-    """
-    yield schema, path
-    if isinstance(schema, Mapping) and depth <= MAX_DEPTH:
-        for part, part_path in _direct_subschemas(schema, path):
-            yield from subschemas(part, part_path, depth + 1)
-
-
-def _direct_subschemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
-    """Yield the schemas directly inside a schema, each with its path.
-
-    Schemas inside these schemas are not yielded. `path` is the path of `schema`. Example: the
-    schema {"items": {"type": "string"}} with the path "$" gives ({"type": "string"}, "$.items").
-    """
-    for keyword in _SCHEMA_KEYWORDS:  # such as "items": {...}
-        if isinstance(part := schema.get(keyword), Mapping):
-            yield part, f"{path}.{keyword}"
-    for keyword in _LIST_KEYWORDS:  # such as "anyOf": [{...}, {...}]
-        if isinstance(parts := schema.get(keyword), list):
-            for index, part in enumerate(parts):
-                yield part, f"{path}.{keyword}[{index}]"
-    for keyword in _MAP_KEYWORDS:  # such as "properties": {"a": {...}}
-        if isinstance(named_parts := schema.get(keyword), Mapping):
-            for name, part in named_parts.items():
-                yield part, f"{path}.{keyword}.{name}"
-
-
-def depth_of(path: str) -> int:
-    """Return the number of steps in a path. Example: `$.anyOf[1].items` has three steps."""
-    return path.count(".") + path.count("[")
-
-
-def parse_json(field_name: str, source: str) -> object:
-    """Parse a JSON text from a request, and return the JSON value.
-
-    Args:
-        field_name: the field that contains the text, for error messages.
-        source: the text.
-
-    Raises:
-        RequestError: if the text is not JSON, or is nested too deeply.
-    """
-    try:
-        value = json.loads(source)
-    except json.JSONDecodeError as error:
-        raise RequestError(
-            f"{field_name}: the text is not JSON. The parser stopped at column {error.pos + 1}: "
-            f"{error.msg}."
-        ) from error
-    except RecursionError as error:
-        raise RequestError(
-            f"{field_name}: the JSON is nested too deeply; the limit is {_MAX_JSON_DEPTH} levels."
-        ) from error
-    depth = _json_depth(value)
-    if depth > _MAX_JSON_DEPTH:
-        raise RequestError(
-            f"{field_name}: the JSON is nested {depth} levels deep, but the limit is "
-            f"{_MAX_JSON_DEPTH} levels."
-        )
-    return value
-
-
-def _json_depth(value: object) -> int:
-    """Return the nesting depth of a JSON value: the number of levels of objects and lists.
-
-    Examples: the depth of 5 is 0, the depth of [] is 1, and the depth of {"a": [1, 2]} is 2. The
-    function is not recursive, because a value can be nested more deeply than Python's recursion
-    limit.
-    """
-    depth = 0
-    containers = _containers_in([value])  # all objects and lists at one level of the JSON
-    while containers:
-        depth += 1
-        next_level: list[object] = []
-        for container in containers:
-            next_level.extend(container.values() if isinstance(container, dict) else container)
-        containers = _containers_in(next_level)
-    return depth
-
-
-def _containers_in(values: list[object]) -> list[dict[str, object] | list[object]]:
-    """Return the JSON objects and lists among the given JSON values."""
-    return [value for value in values if isinstance(value, dict | list)]
 
 
 def compile_time_s(kind: str, source: str, vocab_size: int) -> float:
@@ -241,3 +191,103 @@ def _pattern_bounds(pattern: str, path: str) -> Iterator[_Bound]:
         limits = [int(digits[:_MAX_DIGITS]) for digits in match.groups() if digits]
         if limits:
             yield _Bound(max(limits), _PATTERN_S, f"{path}, column {match.start() + 1}")
+
+
+def is_quick(spec: GrammarSpec) -> bool:
+    """Return whether a grammar is known to compile within a fraction of a second.
+
+    Any other grammar needs a trial: a child process tests whether the grammar compiles in time.
+    Examples: a schema with ten properties is quick. A schema with `allOf`, a schema of 100 kB and
+    every EBNF grammar need a trial.
+    """
+    if len(spec.source) > _QUICK_BYTES or spec.kind == "ebnf":
+        return False
+    if spec.kind == "regex":
+        return is_quick_pattern(spec.source)
+    try:
+        value = json.loads(spec.source)
+    except (ValueError, RecursionError):
+        # The text is not valid JSON. The compiler reports this error quickly, so the grammar need
+        # not be tested in a child process.
+        return True
+    if _needs_trial(value):
+        return False
+    return spec.kind != "structural_tag" or _num_repetitions(value) <= _QUICK_TAG_REPETITIONS
+
+
+def _num_repetitions(tag: object) -> float:
+    """Estimate the cost of compiling a structural tag, as a number of repetitions.
+
+    A repetition in a pattern is counted _PATTERN_WEIGHT (20) times. Example: a schema with
+    `"maxLength": 50` has 50 repetitions. A schema with the pattern `a{4}b{1,2}` has (4 + 2) * 20
+    repetitions. If a length is NaN, the result is NaN.
+    """
+    total = 0.0
+    for node in _objects_in(tag):
+        pattern = node.get("pattern")
+        if isinstance(pattern, str):
+            total += _PATTERN_WEIGHT * pattern_repetitions(pattern)
+        text_format = node.get("format")
+        if isinstance(text_format, str):
+            total += _FORMAT_REPETITIONS.get(text_format, 0)
+        lengths = (node.get(name) for name in _LENGTHS)
+        total += sum(max(length, 0) for length in lengths if isinstance(length, int | float))
+    return total
+
+
+def _needs_trial(value: object) -> bool:
+    """Return whether a grammar, as a JSON value, may be slow to compile or may crash xgrammar.
+
+    The value is a JSON schema, a structural tag or a list of choices. Example: a schema needs a
+    trial if it contains the keyword `allOf` at any depth.
+    """
+    return any(_can_crash(node) or _is_slow(node) for node in _objects_in(value))
+
+
+def _objects_in(value: object) -> Iterator[dict[str, object]]:
+    """Yield all JSON objects in a JSON value, at any depth."""
+    nodes = [value]  # the values that are not examined yet
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            yield node
+            nodes += node.values()
+
+
+def _can_crash(node: dict[str, object]) -> bool:
+    """Return whether a node of a structural tag has a type that can crash xgrammar.
+
+    Example: if the token `<tool>` does not exist, xgrammar crashes when it compiles the node
+    `{"type": "token", "token": "<tool>"}`. The crash ends the process that compiles the tag.
+    """
+    node_type = node.get("type")
+    return isinstance(node_type, str) and node_type in _RISKY_NODES
+
+
+def _is_slow(schema: dict[str, object]) -> bool:
+    """Return whether the keywords of one schema can make the compilation slow.
+
+    Schemas inside this schema are not examined. Examples: `{"allOf": [...]}`, `{"maxLength": 5000}`
+    and `{"pattern": "(ab)*"}` can take long.
+    """
+    if not _SLOW_WORDS.isdisjoint(schema):
+        return True
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and not is_quick_pattern(pattern):
+        return True
+    return any(_is_long(schema.get(name)) for name in _LENGTHS)
+
+
+def is_quick_pattern(pattern: str) -> bool:
+    """Return whether a regular expression is short, repeats no group, and has only small bounds.
+
+    Examples: `[a-z]{1,99}` is quick. `[a-z]{1,100}` and `(ab)*` need a trial.
+    """
+    return len(pattern) <= _QUICK_PATTERN_CHARS and _SLOW_REPETITION.search(pattern) is None
+
+
+def _is_long(length: object) -> bool:
+    """Return whether the value of a keyword such as `maxLength` is too large to compile quickly."""
+    return isinstance(length, int | float) and length > _QUICK_LENGTH

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
-from nereid_backend.grammar.compile_cost import check_cost, compile_time_s, parse_json
+from nereid_backend.grammar.compile_cost import check_cost, compile_time_s
+from nereid_backend.grammar.schema_parts import parse_json
 from nereid_backend.grammar.vocabulary import Vocabulary
 
 # An object in a structural tag can have these fields in addition to the field "json_schema". The

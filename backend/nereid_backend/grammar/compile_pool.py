@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import EngineError, NereidError, RequestError
-from nereid_backend.grammar.quick_grammars import is_quick
+from nereid_backend.grammar.compile_cost import is_quick
 from nereid_backend.grammar.trial_compiler import TrialCompiler
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.backend_interface import Matcher
-from nereid_backend.grammar.compile_cost import depth_of, subschemas
 from nereid_backend.grammar.llguidance_schemas import (
     convert_lengths_to_integers,
     ignore_additional_items,
@@ -24,6 +23,7 @@ from nereid_backend.grammar.llguidance_schemas import (
     replace_exclusive_bounds,
 )
 from nereid_backend.grammar.request_spec import is_lenient
+from nereid_backend.grammar.schema_parts import depth_of, subschemas
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 # The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. If white

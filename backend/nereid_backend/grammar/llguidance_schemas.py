@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from nereid_backend.grammar.compile_cost import subschemas
+from nereid_backend.grammar.schema_parts import subschemas
 
 # The distance between an exclusive bound and the inclusive bound that replaces it. Example:
 # "greater than 3" becomes "at least 3.000000001".

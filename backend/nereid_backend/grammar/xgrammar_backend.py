@@ -10,7 +10,7 @@ import xgrammar
 
 from nereid_backend.errors import RequestError, one_line
 from nereid_backend.grammar.backend_interface import Matcher
-from nereid_backend.grammar.quick_grammars import is_quick_pattern
+from nereid_backend.grammar.compile_cost import is_quick_pattern
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 _BOUNDED = re.compile(r'"(?:min|max)Length"')

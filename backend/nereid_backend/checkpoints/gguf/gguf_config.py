@@ -7,10 +7,11 @@ the model would be loaded, but its output could be slightly wrong.
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
+from nereid_backend.checkpoints.gguf.gguf_architectures import ARCHITECTURES, Architecture
 from nereid_backend.checkpoints.gguf.gguf_file import GgufFile
+from nereid_backend.checkpoints.gguf.gguf_rope import DEFAULT_ROPE_THETA, rope_parameters
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # Maps a metadata key of a GGUF file to a field of the config. In the file, the name of the
@@ -25,80 +26,11 @@ _FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.key_length": "head_dim",
 }
-_WINDOW = {"attention.sliding_window": "sliding_window"}
-_SOFTCAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
-_EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Describes how llama.cpp stores the models of a GGUF architecture.
-
-    Attributes:
-        model_type: The model type in transformers.
-        class_name: The name of the model's class in transformers.
-        more_fields: Maps additional metadata keys to fields of the config.
-        has_rotated_pairs: Whether the two numbers of a rotated pair are adjacent in the file; see
-            `gguf_weights._row_order`.
-        has_sandwich_norms: Whether each layer has norms before and after attention, and before and
-            after the MLP. In the file, 1 is added to each weight of a norm.
-        num_layers_with_other_scale: The file does not contain the attention scale, which is usually
-            1 / sqrt(head_dim). The model with this number of layers has the scale 1 /
-            sqrt(hidden_size / heads) instead. 0 if the architecture has no such model.
-        has_local_rope: Whether layers with a sliding window use other rotary embeddings than layers
-            with full attention.
-    """
-
-    model_type: str
-    class_name: str
-    more_fields: Mapping[str, str]
-    has_rotated_pairs: bool = False
-    has_sandwich_norms: bool = False
-    num_layers_with_other_scale: int = 0
-    has_local_rope: bool = False
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether the models have several experts in place of one MLP."""
-        return self.more_fields is _EXPERTS
-
-    @property
-    def has_attention_scale(self) -> bool:
-        """Whether every config contains a number s that gives the attention scale 1 / sqrt(s)."""
-        return self.num_layers_with_other_scale > 0
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", {}, has_rotated_pairs=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {}),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {}),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS),
-    "gemma2": Architecture(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        _WINDOW | _SOFTCAPS,
-        has_sandwich_norms=True,
-        num_layers_with_other_scale=46,
-    ),
-    "gemma3": Architecture(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        _WINDOW | _SOFTCAPS,
-        has_sandwich_norms=True,
-        num_layers_with_other_scale=62,
-        has_local_rope=True,
-    ),
-}
 """The supported GGUF architectures."""
 
-# Additional metadata keys that a file may contain. `_rope_parameters` and `_check_head_size` read
+# Additional metadata keys that a file may contain. `rope_parameters` and `_check_head_size` read
 # some of these keys, and the other keys are not needed. A file with an unknown key is refused.
 _KEYS_WITHOUT_FIELD = (
     "vocab_size",
@@ -128,10 +60,8 @@ _NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_bas
 # The metadata keys that every file must contain.
 _REQUIRED = ("embedding_length", "block_count", "attention.head_count")
 _EMBEDDINGS = "token_embd.weight"
-_ROPE_FACTORS = "rope_freqs.weight"
 # The number of the pooling method "last token" in llama.cpp. Causal models use this method.
 _LAST_TOKEN = 3
-_DEFAULT_ROPE_THETA = 10000.0
 # llama.cpp ends an answer after a token with one of these texts. Many files declare only one of
 # these tokens as an end token. Example: files of Gemma declare "<eos>", but a turn of a chat ends
 # with "<end_of_turn>".
@@ -191,7 +121,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "dtype": "bfloat16" if _has_bfloat16(file) else "float32",
-        "rope_parameters": _rope_parameters(file, values, rope_factors),
+        "rope_parameters": rope_parameters(file, values, rope_factors),
         **_special_token_ids(file),
     }
     config |= _fields_of_architecture(architecture, config, values)
@@ -220,7 +150,7 @@ def _fields_of_architecture(
             "full_attention": config["rope_parameters"],
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": values.get("rope.freq_base_swa", _DEFAULT_ROPE_THETA),
+                "rope_theta": values.get("rope.freq_base_swa", DEFAULT_ROPE_THETA),
             },
         }
         if "sliding_window" not in config:
@@ -368,113 +298,3 @@ def _special_token_ids(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": sorted(end_ids) or None,
         "pad_token_id": read_id("padding"),
     }
-
-
-def _rope_parameters(
-    file: GgufFile, values: Mapping[str, Any], factors: Sequence[float] | None
-) -> dict[str, Any]:
-    """Return the parameters of the rotary position embeddings, as transformers names them.
-
-    Scaling extends the context of a model. Example: a file with the rope.freq_base 10000, the
-    rope.scaling.type "linear" and the rope.scaling.factor 4 gives {"rope_type": "linear",
-    "rope_theta": 10000, "factor": 4}.
-
-    Args:
-        file: the GGUF file.
-        values: the metadata of the file, without the name of the architecture in the keys.
-        factors: the numbers in the tensor rope_freqs.weight; None if the tensor does not exist.
-            Only files of Llama 3 models contain this tensor, which describes the scaling.
-
-    Raises:
-        UnsupportedModelError: if the scaling is not supported.
-    """
-    theta = values.get("rope.freq_base", _DEFAULT_ROPE_THETA)
-    if factors is not None:
-        return _llama3_rope(file, theta, factors)
-    # As in llama.cpp, a factor without a type means linear scaling, and the factor 0 means 1.
-    factor = values.get("rope.scaling.factor") or 1.0
-    scaling = values.get("rope.scaling.type", "none" if factor == 1 else "linear")
-    if scaling == "none":
-        return {"rope_type": "default", "rope_theta": theta}
-    parameters = {"rope_type": scaling, "rope_theta": theta, "factor": factor}
-    if scaling == "linear":
-        return parameters
-    if scaling == "yarn":
-        # The context length before YaRN extended it. If the file does not contain this length, or
-        # contains 0, use the context length of the model.
-        original_length = values.get("rope.scaling.original_context_length")
-        length = original_length or values.get("context_length")
-        return {**parameters, "original_max_position_embeddings": length}
-    raise UnsupportedModelError(
-        f"{file.path}: rope.scaling.type {scaling!r} is not supported. Use the model's "
-        "safetensors files."
-    )
-
-
-def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict[str, Any]:
-    """Return the rope parameters of a Llama 3 model. `factors` has one number per frequency.
-
-    The file contains only these factors, but not the parameters from which they were computed. This
-    function assumes the parameters of the published Llama 3 models, computes the factors from these
-    parameters, and compares the result with the factors in the file. `theta` is the base of the
-    rotary frequencies.
-
-    Raises:
-        UnsupportedModelError: if the factors were computed from other parameters.
-    """
-    if not factors or not all(factor > 0 for factor in factors):
-        raise _unsupported_factors(file)
-    # The rope parameters of the Llama 3 models. Only `factor` differs between these models. It is
-    # the largest number in `factors`, because the lowest frequency is divided by `factor`.
-    common_parameters = {
-        "rope_theta": theta,
-        "rope_type": "llama3",
-        "factor": float(max(factors)),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    expected = _llama3_divisors(common_parameters, len(factors))
-    # The file contains float32 numbers, so there are small rounding errors.
-    is_equal = all(
-        math.isclose(computed, stored, rel_tol=1e-4)
-        for computed, stored in zip(expected, factors, strict=True)
-    )
-    if not is_equal:
-        raise _unsupported_factors(file)
-    return common_parameters
-
-
-def _unsupported_factors(file: GgufFile) -> UnsupportedModelError:
-    """Return the error for a file whose tensor rope_freqs.weight contains unknown factors."""
-    return UnsupportedModelError(
-        f"{file.path}: the factors in {_ROPE_FACTORS} are not supported. Use the model's "
-        "safetensors files."
-    )
-
-
-def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
-    """Return one divisor for each of the `count` rotary frequencies of a Llama 3 model.
-
-    Dividing the low frequencies extends the context of the model. The divisor of a frequency
-    depends on its number of rotations in the original context. If the number is at most
-    `low_freq_factor`, the divisor is `factor`. If the number is at least `high_freq_factor`, the
-    divisor is 1. Between these limits, the reciprocal of the divisor is interpolated linearly.
-
-    Source: _compute_llama3_parameters in transformers 5.23, modeling_rope_utils.py.
-    """
-    factor = parameters["factor"]
-    original_context = parameters["original_max_position_embeddings"]
-    min_rotations = parameters["low_freq_factor"]
-    max_rotations = parameters["high_freq_factor"]
-    divisors = []
-    for index in range(count):
-        # The number of positions in one rotation.
-        wavelength = 2 * math.pi * parameters["rope_theta"] ** (index / count)
-        num_rotations = original_context / wavelength
-        # The position between the limits: 0 at `min_rotations`, and 1 at `max_rotations`.
-        position = (num_rotations - min_rotations) / (max_rotations - min_rotations)
-        clamped = min(1.0, max(0.0, position))
-        reciprocal = (1 - clamped) / factor + clamped
-        divisors.append(1 / reciprocal)
-    return divisors

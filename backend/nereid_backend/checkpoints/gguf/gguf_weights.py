@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nereid_backend.checkpoints.gguf.gguf_architectures import ARCHITECTURES
 from nereid_backend.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
-from nereid_backend.checkpoints.gguf.gguf_config import ARCHITECTURES
 from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor
 from nereid_backend.checkpoints.integer_weight import PART_NUMBERS, IntegerWeight
 from nereid_backend.errors import ModelError, UnsupportedModelError

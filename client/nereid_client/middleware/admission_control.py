@@ -178,16 +178,15 @@ class Throttle:
         """
         self._forget_old(now)
         num_rejected = len(self._rejection_times)
-        num_admitted = len(self._admission_times)
-        num_tolerated = _TOLERATED_REJECTIONS + _TOLERATED_SHARE * num_admitted
+        num_tolerated = _TOLERATED_REJECTIONS + _TOLERATED_SHARE * len(self._admission_times)
         is_paused = now < self._paused_until
         if num_rejected < num_tolerated and not is_paused:
             return None
         return ApiError(
             503,
-            f"The server is overloaded, so the frontend did not send this request to it. The "
-            f"server rejected {num_rejected} of the last {num_admitted} requests with this "
-            f"message: {self._last_message}",
+            "The server is overloaded, so the frontend did not send this request to it. In the last "
+            f"{_WINDOW_S:g} seconds, the server rejected {num_rejected} requests, the last one with "
+            f"this message: {self._last_message}",
             code="unavailable",
             headers={"Retry-After": self._retry_after},
             limit="overload",  # the label of this rejection in the metrics

@@ -303,7 +303,7 @@ def _message_for_first_field(details: Sequence[ErrorDetails]) -> str:
             f"{path} must match the pattern {pattern}, but the request has {shown(first['input'])}"
         )
     # If the field accepts several types, pydantic reports an error for each of these types. The
-    # message therefore needs all errors.
+    # message therefore lists the types of all errors.
     return _type_or_range_message(details)
 
 

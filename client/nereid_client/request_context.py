@@ -56,7 +56,7 @@ class Context:
 
     @cached_property
     def fill_in_middle(self) -> FillInMiddle:
-        """The object that builds the prompts for completions with the field `suffix`."""
+        """Builds the prompts of completion requests that have the field `suffix`."""
         return FillInMiddle(self.backend)
 
     @cached_property

@@ -81,7 +81,8 @@ def _divide_memory(
         step_bytes: the memory of the largest step; 0 if it is unknown.
     """
     checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
-    # The size of the KV cache is not known yet, so only the settings and the model limit requests.
+    # The KV cache also limits the length of a request, but its size is not known yet. Here, the
+    # limit is that of the settings or of the model.
     max_model_len = config.max_model_len or limit.num_tokens
     groups, reason_for_one_group = choose_layer_groups(
         config, spec, checkpoint.device, max_model_len, num_tokens

@@ -282,7 +282,7 @@ class _Attempt(NamedTuple):
 
 
 def _after_second_attempt(logits: Tensor, batch: SamplingBatch, first: _Attempt) -> _Attempt:
-    """Repeat the sampling of uncertain rows. Return the results of all rows.
+    """Sample again the rows whose tokens are uncertain. Return the results of all rows.
 
     After the first attempt, a row is uncertain if its filters may keep tokens that the attempt has
     not examined. The second attempt examines more tokens. Rows with a flat distribution are not

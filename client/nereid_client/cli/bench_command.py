@@ -121,8 +121,8 @@ class _Load:
         samples: SimpleQueue[Sample] = SimpleQueue()
         for body in self._bodies:
             bodies.put(body)
-        # Ctrl-C must not wait for the threads of requests that run, so they are daemons. The
-        # threads of a ThreadPoolExecutor would first finish all requests.
+        # After Ctrl-C, the program must not wait for running requests, so their threads are
+        # daemons. The threads of a ThreadPoolExecutor would first finish all requests.
         for _ in range(min(self._concurrency, len(self._bodies))):
             Thread(target=_send_all, args=(self._url, bodies, samples), daemon=True).start()
         for _ in self._bodies:

@@ -184,9 +184,9 @@ class Throttle:
             return None
         return ApiError(
             503,
-            "The server is overloaded, so the frontend did not send this request to it. In the last "
-            f"{_WINDOW_S:g} seconds, the server rejected {num_rejected} requests, the last one with "
-            f"this message: {self._last_message}",
+            "The server is overloaded, so the frontend did not send this request to it. In the "
+            f"last {_WINDOW_S:g} seconds, the server rejected {num_rejected} requests, the last "
+            f"one with this message: {self._last_message}",
             code="unavailable",
             headers={"Retry-After": self._retry_after},
             limit="overload",  # the label of this rejection in the metrics

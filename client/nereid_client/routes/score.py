@@ -125,7 +125,7 @@ async def _call_embedder(
 def _correct_index(
     error: BackendError, num_queries: int, query_field: str, document_field: str
 ) -> BackendError:
-    """Correct the place that an error names: convert it to a field and an index of the request.
+    """Replace the index in an error of the embedding model by a field and an index of the request.
 
     The embedding model receives one list: first the queries, then the documents. Its error contains
     an index into this list. The index must be parsed, because the error of the Triton server

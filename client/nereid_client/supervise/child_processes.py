@@ -401,7 +401,7 @@ def _process(entry: Path) -> Process | None:
     num_threads = int(others[_NUM_THREADS_INDEX])
     name = head.partition("(")[2]
     # The state Z is the state of the main thread. If other threads have not ended yet, the kernel
-    # may still need a second to free their memory. The parent cannot reap the process before.
+    # may still need a second to free their memory. Until then, the parent cannot reap the process.
     is_zombie = state == "Z" and num_threads <= 1
     return Process(int(entry.name), int(parent), name, is_zombie, int(exit_status))
 

@@ -41,7 +41,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the safetensors files in a folder from which the backend loads the weights.
+    """Return those safetensors files in a folder that the backend reads to load the weights.
 
     The result is model.safetensors, or the files in the index, or all files except the weights of
     an adapter. Example: consolidated.safetensors, which contains the same weights once more, is

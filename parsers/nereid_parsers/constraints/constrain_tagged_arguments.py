@@ -94,7 +94,7 @@ def tagged_arguments(
 def _ends_of_free_text(
     declaration: TaggedArguments, tool: ToolSchema, texts_after: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the texts that end a value if no text closes the value: `; days=` and `</call>`.
+    """Return the texts that may follow a value without a closing tag: `; days=` and `</call>`.
 
     A separator such as `; ` ends a value only if the opening tag of another argument follows, so
     the value `a; b` is possible.

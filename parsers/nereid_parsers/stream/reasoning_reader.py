@@ -288,7 +288,7 @@ class ReasoningReader:
         return self._match_any(calls.all, marker_start + len(marker))
 
     def _match_any(self, variants: tuple[CompiledCall, ...], pos: int) -> Head | Mismatch:
-        """Match one of several ways to write a tool call at `pos`, after any white space.
+        """Skip white space from `pos` on, and match the header of a tool call there.
 
         Return the header of the first variant that matches, NEED_MORE or NO_MATCH.
         """

@@ -243,7 +243,7 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
 def _check_declared_format(
     turn: ModelTurn, declared_format: QuarantineEntry, *, renders_calls: bool
 ) -> CheckedFormat:
-    """Parse rendered messages with a declared format. Return the format and the parsed messages.
+    """Check a declared format: parse rendered messages with it. Return the format and the messages.
 
     `declared_format` is an entry of quarantine.py, which declares formats that the analysis cannot
     infer. Two things are not declared, and are therefore inferred: the markers that end a message,

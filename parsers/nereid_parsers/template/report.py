@@ -226,7 +226,7 @@ def _sections(report: Report, paint: Paint) -> Iterator[list[str]]:
 
 
 def _comparison_section(analysis: TemplateAnalysis, paint: Paint) -> list[str]:
-    """Return the lines about all comparisons of renderings."""
+    """Return the lines of the report that describe each comparison of two renderings."""
     lines = _section("Comparisons", _COMPARISONS_EXPLAINED, paint)
     for comparison in analysis.comparisons:
         lines.append(f"{paint('name', comparison.name)}: {comparison.changed}")

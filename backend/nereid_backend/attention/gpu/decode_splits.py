@@ -80,7 +80,7 @@ def split_size_and_count(
 def captured_splits(
     rows: DecodeRows, window: LayerWindow, programs_per_split: int, tile: int, device: torch.device
 ) -> int:
-    """Return the largest number of splits of a sequence for kernel launches in a CUDA graph.
+    """Return how many splits a sequence may have at most if a CUDA graph records the kernel launch.
 
     A split is a part of a sequence's keys, and a separate program computes each split. A CUDA graph
     records a launch and repeats it in later steps. Therefore, the result depends only on values

@@ -173,7 +173,7 @@ class EvictionOrder(Generic[Item]):
         # The number of changes so far, which orders the changes. `clock` cannot order them, because
         # it can return the same time for two changes.
         self._logical_time = 0
-        # The time of the next search for expired sessions, as a value of the clock.
+        # When `clock` reaches this time, the next search for expired sessions takes place.
         self._next_expiry_search = clock()
 
     def __contains__(self, item: Item) -> bool:

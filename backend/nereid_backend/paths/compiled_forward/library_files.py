@@ -34,8 +34,8 @@ _TRACE_ERROR_FILE = "trace_error.txt"
 # bytes is the number of these checks.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
-# Maps the folders of libraries to open files. A folder is in the dict while this process checks the
-# library in the folder. The file records the check, and is locked.
+# Maps the folder of each library that this process is checking to an open file. The process keeps a
+# lock on this file, which records the check.
 _running_checks: dict[Path, BinaryIO] = {}
 # The C declarations of the functions in cpu_shim.cpp that compiled code calls.
 _PACKED_LINEAR_SHIM = (

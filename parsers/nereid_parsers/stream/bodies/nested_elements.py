@@ -12,8 +12,8 @@ from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.values.json_text import to_json
 
-# If the schema declares no type for an element, an element whose first child is called `item` is
-# treated as an array.
+# The schema may declare no type for an element. If the first child of such an element is called
+# `item`, the element is treated as an array.
 _ARRAY_ITEM = "item"
 _CONTAINER_TYPES = frozenset({"array", "object"})
 

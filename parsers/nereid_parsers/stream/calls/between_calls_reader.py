@@ -9,8 +9,8 @@ from nereid_parsers.stream.pattern_matching import is_special_token, skip_whites
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The `reason` of a content event with a marker such as `<tool_calls>`, which the parser returns as
-# content because no tool call follows the marker.
+# If no tool call follows a marker such as `<tool_calls>`, the parser returns the marker as content.
+# This text is the `reason` of the content event.
 _NO_CALL_IN_SECTION = "the tool section contains no call"
 
 

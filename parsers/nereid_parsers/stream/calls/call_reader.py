@@ -78,7 +78,7 @@ class CallReader:
         self._text_writer = context.text
         self._call_writer = writer
         self._format = context.format
-        # If true, all text after the start of the content is content, even `<call>` after `Hi`.
+        # If true, no tool call can follow content: in `Hi<call>f()</call>`, all text is content.
         self._calls_must_come_first = context.calls_must_come_first
         self.starts = CallStarts(context.format.calls, writer)  # Its methods give `_expected`.
         self.section = CallSection(context.format.tools)

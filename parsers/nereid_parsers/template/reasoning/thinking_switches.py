@@ -63,7 +63,7 @@ def _thinking_variables(template: CompiledTemplate) -> list[str]:
 
 
 def _settings_of_all_variables(names: list[str]) -> list[Switches]:
-    """Return two settings: all thinking switches are on, and all thinking switches are off.
+    """Return two settings: one with all thinking switches on, and one with all of them off.
 
     Some templates render reasoning only if several switches, such as `enable_thinking`, are on. The
     result is [] for a single switch, because the settings of one variable contain both values.

@@ -114,7 +114,7 @@ class CompiledTemplate:
         return other
 
     def set_budget(self, budget: Budget) -> None:
-        """Replace the budget, which limits the sum of all later renderings of this template."""
+        """Replace the budget. All later renderings of this template together may not exceed it."""
         self._environment.budget = budget
 
     def render(self, variables: Mapping[str, Any]) -> str:

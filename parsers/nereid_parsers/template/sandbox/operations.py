@@ -308,7 +308,7 @@ def _total_width(text: str) -> int:
 
 
 def _num_characters(option: object) -> int:
-    """Return the total number of characters of the strings in an option of the filter `tojson`.
+    """Count the characters of an option of the filter `tojson`: a string, or a tuple of strings.
 
     >>> _num_characters((", ", ": ")), _num_characters(4)
     (4, 0)

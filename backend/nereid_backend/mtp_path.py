@@ -157,24 +157,29 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
     positions 8 and 9. The last part keeps the old states at 4 to 7, and gets the new states at 8
     and 9. If the new states cannot be appended, they become a new part.
 
-    At the end, the oldest parts are deleted if the other parts contain at least `_MAX_STATES`
-    states.
-
     Args:
         parts: the stored hidden states of the sequence. Mutated. If two parts have a state for the
             same position, only the later part is valid.
         start: the position of the first new state.
         states: [num_tokens, hidden_size].
     """
-    last = parts[-1] if parts else None
-    reaches_start = last is not None and last.start <= start <= last.end
-    if last is not None and reaches_start and len(last.states) < _MAX_APPENDED:
+    if parts and _can_append(parts[-1], start):
+        last = parts[-1]
         kept_states = last.states[: start - last.start]
         parts[-1] = _StoredStates(last.start, torch.cat([kept_states, states]))
     else:
         # Copy the hidden states. A view would keep the hidden states of the whole step in memory.
         parts.append(_StoredStates(start, states.clone()))
-    # Delete the oldest parts, but keep at least `_MAX_STATES` hidden states.
+    _delete_oldest_parts(parts)
+
+
+def _can_append(part: _StoredStates, start: int) -> bool:
+    """Return whether `part` is short, and its states reach the position `start`."""
+    return len(part.states) < _MAX_APPENDED and part.start <= start <= part.end
+
+
+def _delete_oldest_parts(parts: list[_StoredStates]) -> None:
+    """Delete the oldest parts as long as the other parts contain at least `_MAX_STATES` states."""
     num_stored = sum(len(part.states) for part in parts)
     while num_stored - len(parts[0].states) >= _MAX_STATES:
         num_stored -= len(parts.pop(0).states)

@@ -138,8 +138,9 @@ class Runner:
     def start(self, plan: StepPlan, previous: RunningStep | None = None) -> RunningStep:
         """Launch the forward pass of a step, without waiting for the device.
 
-        At the same time, threads fill the token masks, if possible. A token mask contains the
-        tokens that the grammar of a request allows next.
+        A token mask contains the tokens that the grammar of a request allows next. If the tokens of
+        the previous step are known, threads fill the masks during the forward pass. Otherwise,
+        `sample` fills the masks.
 
         Args:
             plan: a plan with at least one chunk.
@@ -156,12 +157,11 @@ class Runner:
             pending = None
         else:
             # The masks depend on the tokens of the previous step, which are not known yet.
-            # Therefore `sample` fills the masks.
             mask_jobs = None
             pending = previous.pending
         computed_logits = self._forward(plan, pending, mask_jobs)
         logits = _with_all_tokens(computed_logits, self._num_token_ids)
-        self._vocab_size = logits.shape[1]
+        self._vocab_size = logits.shape[1]  # `_start_masks` needs the size in the next step.
         return RunningStep(plan, logits, sampling, mask_jobs)
 
     def _start_masks(self, sampling: Sampling) -> abc.Sequence[Job] | None:

@@ -219,23 +219,26 @@ def _decode_packed(
         tensors: the tensors of the weight, by suffix. weight_packed contains the integers, int32
             [rows, words], and weight_shape contains the number of rows and the number of inputs.
             If there is no weight_zero_point, all zero points are 0.
-        _dtype: not used, because the weight consists of integers.
+        _dtype: not used, because the weight consists of integers. All functions `Layout.decode`
+            have this parameter.
         group_size: the number of inputs in a group with one scale, as in the settings; None if the
             settings contain several group sizes.
-        usual_bits: the usual number of bits of an integer. A layer can have another number.
+        usual_bits: the usual number of bits of an integer. If the layer has another number, it is
+            computed from the shapes of the tensors.
 
     Raises:
         ValueError: if the shapes of the tensors do not match.
     """
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
-    bits = _actual_bits(packed.shape[1], num_inputs, usual_bits)
+    num_words = packed.shape[1]
+    bits = _actual_bits(num_words, num_inputs, usual_bits)
     if not 1 <= bits <= _MAX_BITS or len(packed) != num_rows:
         raise ValueError(
             f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
             f"({num_rows}, {num_inputs})"
         )
-    unpack = _choose_unpacking(packed.shape[1], num_inputs, bits)
+    unpack = _choose_unpacking(num_words, num_inputs, bits)
     packed_zeros = tensors.get(".weight_zero_point")
     return _create_integer_weight(
         values=_to_signed(unpack(packed, bits, num_inputs), bits),

@@ -161,9 +161,12 @@ def _with_placeholders(
     """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
     transformers loads the placeholders, which are tensors that take almost no memory.
-    `fill_placeholders` then stores the integers in the layers. If `rounded_bits` is not None, all
-    weights of linear layers are rounded to integers with this number of bits first. transformers
-    must have a class for the model.
+    `fill_placeholders` then stores the integers in the layers. transformers must have a class for
+    the model.
+
+    If `rounded_bits` is not None, the weights of all linear layers are first rounded to integers
+    with this number of bits. Each of these layers then gets a placeholder. If `rounded_bits` is
+    None, only the weights that the checkpoint itself stores as integers get placeholders.
     """
     class_of_model = model_class(config)
     assert class_of_model is not None, "`load_model` has checked that the class exists"

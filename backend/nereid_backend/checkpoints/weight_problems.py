@@ -73,10 +73,15 @@ def weights_path(folder: Path) -> Path:
 def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel) -> None:
     """Raise an UnsupportedModelError if the model ignores weights that a correct output requires.
 
-    Every tensor of a GGUF file is required. Other checkpoints often contain extra tensors, which
-    the model may ignore. However, the model must not ignore the tensors of quantised weights, such
-    as scales. The model ignores scales if config.json does not describe the quantisation. The model
-    must not ignore a bias of one of its layers either.
+    These weights are required:
+    - Every tensor of a GGUF file.
+    - The tensors of quantised weights, such as scales. The model ignores scales if config.json does
+      not describe the quantisation.
+    - A bias of one of the model's layers, if the model has created the layer without a bias. Only a
+      bias of zeros may be ignored; see `_is_needed_by_layer`.
+
+    Other checkpoints than GGUF files often contain extra tensors. If an extra tensor is a weight in
+    one of the model's numbered layers, only log a warning, because the output may still be right.
 
     Args:
         folder: the folder of the checkpoint.
@@ -100,8 +105,16 @@ def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel)
             "config.json does not belong to these weights, the output is wrong.",
             *(folder, type(model).__name__, len(in_layers), in_layers[0]),
         )
+    _check_needed_weights(folder, names, model)
+
+
+def _check_needed_weights(folder: Path, names: list[str], model: PreTrainedModel) -> None:
+    """Raise an UnsupportedModelError if a layer needs a weight that the model does not use.
+
+    A weight that contains only zeros is not needed. Some programs write a bias of zeros for a layer
+    without a bias. `check_unused_weights` describes the arguments.
+    """
     needed = [name for name in names if _is_needed_by_layer(name, model)]
-    # Some programs write a bias of zeros for a layer without a bias. Such a bias may be ignored.
     tensors = open_tensors(folder) if needed else {}
     for name in needed:
         # If transformers has renamed a weight, the files contain the weight under another name. The

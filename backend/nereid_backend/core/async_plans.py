@@ -62,11 +62,16 @@ class PendingPlans:
         """Plan the next step while the current step is still running.
 
         The plan assumes that the running step adds exactly one token to each sequence that samples.
-        While `plan_step` runs, a placeholder replaces this token. `StepPlan.pending` describes
-        where the next step needs the sampled token.
-
         Example: the running step computes the last known token of a sequence with 20 tokens, and
-        samples the token at index 20. The next plan gets a chunk with only the token at index 20.
+        samples the token at index 20:
+
+        1. The placeholder `_PENDING` is appended to the sequence, which then has 21 tokens. 20 of
+           them count as computed.
+        2. `plan_step` plans a chunk with only the token at index 20.
+        3. The placeholder is removed.
+        4. A pair in `StepPlan.pending` states which sampled token is the input of the chunk.
+
+        If the assumption was wrong, `settle` corrects the plan after the running step has ended.
 
         Args:
             before: the plan of the running step. The plan must not contain draft tokens. If the
@@ -78,7 +83,7 @@ class PendingPlans:
 
         Mutates: `num_computed_tokens` of the sequences in `before`, as if the step had ended.
         """
-        sampling_sequences = _assume_step_ended(before)
+        sampling_sequences = _append_placeholders(before)
         self.is_planning = True
         try:
             plan = plan_step()
@@ -155,7 +160,7 @@ def _with_chunks(plan: StepPlan, replacements: dict[int, Chunk]) -> StepPlan:
     return replace(plan, chunks=chunks, num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
 
-def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
+def _append_placeholders(plan: StepPlan) -> list[Sequence]:
     """Update the sequences of a running step as if the step had already ended.
 
     The chunks count as computed, and each sampling sequence gets the placeholder `_PENDING` in
@@ -173,7 +178,7 @@ def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
 
 
 def _remove_placeholders(sampling_sequences: list[Sequence]) -> None:
-    """Remove the placeholders that `_assume_step_ended` has appended.
+    """Remove the placeholders that `_append_placeholders` has appended.
 
     `num_computed_tokens` is not reset, because the running step will compute all its tokens.
     """

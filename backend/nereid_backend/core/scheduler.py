@@ -362,11 +362,11 @@ class Scheduler:
             return self._end_failed(sequence, sampled.error, is_refused=sampled.is_refused)
         if sequence in self._pending_plans.ended_sequences:
             return None
-        num_known = len(sequence.token_ids)
+        num_known = len(sequence.token_ids)  # the number of tokens without the sampled tokens
         chunk_end = chunk.start + chunk.num_tokens
+        # The tokens of the chunk after the known tokens are draft tokens. They count as computed
+        # only after `settle_drafts` has verified them.
         has_drafts = chunk_end > num_known
-        # The draft tokens at the end of the chunk count as computed only after they have been
-        # verified.
         sequence.num_computed_tokens = num_known if has_drafts else chunk_end
         ending = None
         if sampled is not None:
@@ -411,16 +411,17 @@ class Scheduler:
     ) -> RequestUpdate:
         """Report the new tokens of a sequence in an update. If `ending` is set, end the sequence.
 
-        If other sequences of the request have waited until the prompt was computed, put these
-        sequences into the queue.
-
         Example: the sampled tokens are [5, 2, 9], and 2 is a stop token, so 5 and 2 were appended.
-        The update reports the tokens [5, 2], and its finish_reason is "stop".
+        The update reports the tokens [5, 2] and their log-probabilities, and its finish_reason is
+        "stop".
+
+        Mutates: the waiting queue. If other sequences of the request have waited until the prompt
+            was computed, these sequences are put into the queue.
 
         Args:
             sequence: the sequence, to which the new tokens have already been appended.
             sampled: the tokens that the step has sampled, and their log-probabilities.
-            num_known: the number of tokens before the new tokens.
+            num_known: the number of tokens of the sequence before the new tokens.
             ending: the reason why the sequence ends; None if the sequence continues.
         """
         new_token_ids = sequence.token_ids[num_known:]

@@ -186,13 +186,16 @@ class StepPlanner:
     def _start_overdue_prompt(self) -> Chunk | None:
         """Start the first waiting sequence, and return its first chunk.
 
-        Return None if there are not enough rows or blocks.
+        Return None if there are not enough rows or blocks. The running sequences are then computed
+        first, because they free rows and blocks when they end.
 
-        Mutates: `has_overdue_prompt`. It becomes False, so that the next step computes the running
-            sequences first.
+        Mutates: `has_overdue_prompt`. It becomes False, whether the sequence was started or not,
+            except if the prompt cannot be started before the previous step has ended.
         """
         if self.must_wait_for_step:
-            return None  # The plan needs a preemption, but the previous step is still running.
+            # The plan needs a preemption, which must wait for the end of the previous step. The
+            # prompt stays overdue until then.
+            return None
         self.has_overdue_prompt = False
         if not self.requests.waiting or not self.running.free_rows:
             return None
@@ -226,15 +229,15 @@ class StepPlanner:
             The chunks and the rest of the budget. A chunk contains the tokens of one sequence.
         """
         chunks: list[Chunk] = []
-        is_previous_step_running = self.pending_plans.is_planning
-        # `_plan_next_tokens` removes preempted sequences from this list. It preempts only sequences
-        # at `index` or later, so the loop skips no sequence. If it preempts the sequence at
-        # `index`, it returns None, and the loop ends.
+        is_planning_ahead = self.pending_plans.is_planning
+        # `_plan_next_tokens` can preempt sequences, which removes them from the list while the loop
+        # runs. It preempts only sequences at `index` or later, so the loop skips no sequence. If it
+        # preempts the sequence at `index`, it returns None, and the loop ends.
         for index, sequence in enumerate(self.running.sequences):
             if budget <= 0:
                 break
-            if is_previous_step_running and self.pending_plans.will_end(sequence):
-                continue  # The sequence needs no more tokens.
+            if is_planning_ahead and self.pending_plans.will_end(sequence):
+                continue  # The step that is still running computes the last token of the sequence.
             chunk = self._plan_next_tokens(index, sequence, budget)
             if chunk is None:
                 break
@@ -269,11 +272,11 @@ class StepPlanner:
         # Otherwise, the sequence at `index` could use the whole budget.
         num_later = len(self.running) - index - 1
         own_budget = max(1, budget - num_later)
-        # If `whole_prefill` is True, an earlier chunk has computed the whole prompt. The chunk that
-        # is planned here then contains only the last sampled token.
-        max_uncomputed = 1 if self.whole_prefill else own_budget
+        # If `whole_prefill` is True, the first chunk has computed the whole prompt, so each later
+        # chunk needs only the last sampled token. The rest of `own_budget` is for draft tokens.
+        max_known_tokens = 1 if self.whole_prefill else own_budget
         # The client's share of the budget or a snapshot of a recurrent state can shorten the chunk.
-        num_tokens = self._chunk_length(sequence, min(num_uncomputed, max_uncomputed))
+        num_tokens = self._chunk_length(sequence, min(num_uncomputed, max_known_tokens))
         if not self._allocate(index, num_tokens):
             return None
         if self.drafter is not None and num_tokens == num_uncomputed:

@@ -266,11 +266,15 @@ def _can_be_async(
 
 
 def _async_obstacle(loaded: Loaded, scheduler: Scheduler) -> str | None:
-    """Return the reason why async scheduling is impossible, as a clause; None if it is possible."""
+    """Return the reason why async scheduling is impossible, as a clause; None if it is possible.
+
+    Async scheduling requires the forward path "packed" for texts and, if the model accepts images,
+    also for images.
+    """
     if scheduler.drafter is not None:
         return "speculative decoding needs the last token before it can propose draft tokens"
-    accepts_images = loaded.images.name != ""
-    if accepts_images and loaded.images.name != "packed":
+    path_for_images = loaded.images.name  # "" if the model does not accept images
+    if path_for_images not in ("", "packed"):
         return "images need a forward path that computes one sequence at a time"
     if loaded.info.path != "packed":
         return (

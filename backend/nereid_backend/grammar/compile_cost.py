@@ -230,8 +230,11 @@ def _num_repetitions(tag: object) -> float:
         text_format = node.get("format")
         if isinstance(text_format, str):
             total += _FORMAT_REPETITIONS.get(text_format, 0)
-        lengths = (node.get(name) for name in _LENGTHS)
-        total += sum(max(length, 0) for length in lengths if isinstance(length, int | float))
+        for name in _LENGTHS:
+            length = node.get(name)
+            # `not` is used, because a length that is NaN must be added. NaN >= 0 would be False.
+            if isinstance(length, int | float) and not length < 0:
+                total += length
     return total
 
 

@@ -111,10 +111,12 @@ class TokenGuide:
     def _check_time(self, seconds: float, num_tokens: int) -> None:
         """Raise a RequestError if the slow checks of the answer's tokens took too much time.
 
-        A check is slow if it takes more than `_SLOW_TOKEN_S` for each token. `seconds` is the CPU
-        time of the check of the last `num_tokens` tokens.
+        The tokens of a step are checked together. This check is slow if its tokens take more than
+        `_SLOW_TOKEN_S` on average. `seconds` is the CPU time of the last check, and `num_tokens` is
+        the number of its tokens.
         """
-        if seconds <= _SLOW_TOKEN_S * num_tokens:
+        is_slow = seconds > _SLOW_TOKEN_S * num_tokens
+        if not is_slow:
             return
         self._slow_s += seconds
         if self._slow_s > _MAX_SLOW_S:
@@ -130,18 +132,16 @@ class TokenGuide:
 
         If a token is not allowed, raise an EngineError, as documented for `accept`.
         """
-        # The fast case below is only for guides without a thinking phase.
-        has_only_grammar = self._thinking is None
-        matcher = self._matcher if has_only_grammar else None
+        matcher = self._matcher
+        if matcher is None or self._thinking is not None:
+            for token_id in token_ids:
+                self._accept_token(token_id)
+            return
         # The tokens that a grammar may allow. They include no stop tokens, so none of them begins
         # the phase ENDED.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
-            if (
-                matcher is not None
-                and self._phase is Phase.GRAMMAR
-                and _has_bit(grammar_bits, token_id)
-            ):
+            if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
                 # This is the usual case. `_accept_token` would only do what the next two lines do,
                 # but would take twice the time.
                 self._raise_if_forbidden(token_id, matcher.accept(token_id))

@@ -147,6 +147,10 @@ class GroupedLinear(nn.Linear):
     ) -> None:
         """Allocate the memory for the numbers that `store_rows` will store.
 
+        A large group of the checkpoint is stored as several smaller groups with equal scales; see
+        `_used_group_size`. Example with 4 bits: a row of 768 inputs has 4 groups of 192 inputs in
+        the checkpoint. It is stored as 8 groups of 96 inputs, which are 96 words of 32 bits.
+
         Mutates: the layer.
 
         Args:
@@ -158,8 +162,7 @@ class GroupedLinear(nn.Linear):
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features, inputs_per_unit(bits))
-        # A group of the checkpoint is stored as `_num_subgroups` smaller groups. The setting
-        # `group_size` can be larger than a row, but a group contains at most one row.
+        # The argument `group_size` can be larger than a row, but a group contains at most one row.
         inputs_per_checkpoint_group = min(group_size, in_features)
         self._num_subgroups = _divide_up(inputs_per_checkpoint_group, self.group_size)
         num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs

@@ -49,7 +49,8 @@ def _pack_bytes(quadruples: Tensor, bits: int) -> Tensor:
     [panels, inputs / 4, 16, 4] becomes [panels, bytes / 4, 16, 4]. A byte contains four integers of
     2 bits or two integers of 4 bits. Consecutive inputs of an output are in consecutive bytes: with
     4 bits, byte j contains input j in its lower half and input j + 4 in its upper half. Example:
-    the inputs [1, 2, 3, 4, 5, 6, 7, 8] become the bytes [0x51, 0x62, 0x73, 0x84].
+    the inputs [1, 2, 3, 4, 5, 6, 7, 8] become the bytes [0x51, 0x62, 0x73, 0x84]. With 2 bits, byte
+    j contains the inputs j, j + 4, j + 8 and j + 12, from its lowest to its highest bits.
     """
     integers_per_byte = 8 // bits
     packed = quadruples[:, 0::integers_per_byte].clone(memory_format=torch.contiguous_format)
@@ -59,18 +60,30 @@ def _pack_bytes(quadruples: Tensor, bits: int) -> Tensor:
 
 
 def _pack_6_bits(quadruples: Tensor) -> Tensor:
-    """Pack 16 integers of 6 bits into 12 bytes.
+    """Pack the integers of 6 bits of each output. 16 integers (a unit) become 12 bytes.
 
-    [panels, inputs / 4, 16, 4] becomes [panels, 3 * inputs / 16, 16, 4]. Eight bytes contain the
-    lower four bits of the 16 inputs, and the next four bytes contain the upper two bits; see
-    `_pack_bytes`. Example: the inputs [0, 1, 2, ..., 15] of one output, whose upper bits are 0,
-    become the bytes [0x40, 0x51, 0x62, 0x73], [0xc8, 0xd9, 0xea, 0xfb] and [0, 0, 0, 0].
+    The 12 bytes of a unit are three groups of four bytes. For j from 0 to 3, byte j of each group
+    contains these bits of the 16 inputs, from its lowest to its highest bits:
+
+        first group     the lower four bits of the inputs j and j + 4
+        second group    the lower four bits of the inputs j + 8 and j + 12
+        third group     the upper two bits of the inputs j, j + 4, j + 8 and j + 12
+
+    Example: the inputs [0, 1, 2, ..., 15], whose upper two bits are 0, become the groups [0x40,
+    0x51, 0x62, 0x73], [0xc8, 0xd9, 0xea, 0xfb] and [0, 0, 0, 0].
+
+    Args:
+        quadruples: the integers, [panels, inputs / 4, 16 outputs, 4 inputs].
+
+    Returns:
+        The bytes, [panels, 3 * units, 16 outputs, 4 bytes].
     """
     lower_bits = _pack_bytes(quadruples & 0b1111, 4)  # [panels, 2 * units, 16, 4]
     upper_bits = _pack_bytes(quadruples >> 4, 2)  # [panels, units, 16, 4]
-    # A unit consists of 16 inputs. Put the bytes of each unit next to each other.
-    parts = torch.stack((lower_bits[:, 0::2], lower_bits[:, 1::2], upper_bits), dim=2)
-    return parts.flatten(1, 2)  # [panels, 3 * units, 16, 4]
+    first_group, second_group = lower_bits[:, 0::2], lower_bits[:, 1::2]
+    # The shape [panels, units, 3, 16, 4] puts the three groups of each unit next to each other.
+    groups_of_units = torch.stack((first_group, second_group, upper_bits), dim=2)
+    return groups_of_units.flatten(1, 2)
 
 
 def unpack_values(packed: Tensor, bits: int) -> Tensor:

@@ -192,25 +192,26 @@ class LoraLayers:
     ) -> Iterator[bool]:
         """In the `with` block, apply the adapter of each chunk. At least one chunk has an adapter.
 
-        The CPU kernels add the products of an adapter to the outputs of most layers. For the other
-        layers, torch computes the products, and forward hooks add them. On a GPU, these are all
-        layers.
+        There are three kinds of layers:
+        - The CPU kernels compute the layer, and add the product of the adapter to its output.
+        - The CPU kernels compute only the product. A forward hook adds it to the layer's output.
+        - torch computes the product, and a forward hook adds it. On a GPU, these are all layers.
 
         Args:
             chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
             chunk_lengths: the number of rows of each chunk.
 
         Yields:
-            Whether the step needs forward hooks. If False, the CPU kernels add all products.
+            Whether the step needs forward hooks. If False, all layers are of the first kind.
         """
         distinct = tuple(
             dict.fromkeys(adapter for adapter in chunk_adapters if adapter is not None)
         )
         loaded = [self._loaded[adapter] for adapter in distinct]
-        needs_torch = any(adapter.weights for adapter in loaded)
+        torch_computes_products = any(adapter.weights for adapter in loaded)
         needs_hooks = any(adapter.hooked_layers for adapter in loaded)
         try:
-            if needs_torch:
+            if torch_computes_products:
                 self._join_if_needed(distinct)
                 self._step = self._make_step(chunk_adapters, chunk_lengths)
             with self._native.serving(chunk_adapters, chunk_lengths):
@@ -230,9 +231,9 @@ class LoraLayers:
         if self._joined_adapters != (adapter,):
             self._join((adapter,))
         self._step = AdapterStep.for_all_rows(self._device)
-        # The kernels get a step with a single chunk, and assign all rows of a layer to this chunk.
-        # The number in `chunk_lengths` therefore does not matter.
         try:
+            # The kernels assign all rows of a layer to the chunk if there is only one chunk.
+            # Therefore, the length of the chunk may be any number.
             with self._native.serving([adapter], chunk_lengths=[1]):
                 yield
         finally:

@@ -231,13 +231,15 @@ def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
 def _merge(layers: list[nn.Linear]) -> None:
     """Merge the weights of layers with the same input, so that one product computes all layers.
 
-    The layers remain the same objects, but their class changes to a subclass of `MergedLayer`.
-    Mutates: the layers.
+    In a forward pass, the first layer computes the outputs of all layers, and stores these outputs
+    in the object `group`, which all layers share. Each layer then takes its own output from
+    `group`.
+
+    Mutates: the layers. They remain the same objects, but their class changes to a subclass of
+        `MergedLayer`.
     """
     merged_class = _MERGED_CLASSES[type(layers[0])]
     merged_bias = _merged_bias(layers)
-    # The first layer stores the outputs of all layers in `group`, and each layer takes its own
-    # output from `group`.
     group = _MergedGroup([layer.out_features for layer in layers])
     merged_layers = [change_class(layer, merged_class) for layer in layers]
     for position, layer in enumerate(merged_layers):
@@ -269,7 +271,8 @@ def _join(layers: list[MergedLayer], name: str) -> Tensor:
     sizes = [len(getattr(layer, name)) for layer in layers]
     shape = (sum(sizes), *getattr(layers[0], name).shape[1:])
     merged: Tensor = getattr(layers[0], name).detach().new_empty(shape)
-    for layer, view in zip(layers, torch.split(merged, sizes), strict=True):
+    views = torch.split(merged, sizes)  # The views share the memory of `merged`.
+    for layer, view in zip(layers, views, strict=True):
         tensor: Tensor = getattr(layer, name)
         view.copy_(tensor)
         # In torch, an attribute that is a parameter can be replaced only by another parameter.
@@ -315,7 +318,7 @@ def separate_linears(model: nn.Module) -> None:
 def _call_recorder(
     calls: list[_Call], parent: str
 ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a forward hook that appends each call of a layer to `calls`.
+    """Return a forward pre-hook that appends each call of a layer to `calls`.
 
     A call with only keyword arguments is not recorded, so its layer is not merged.
 

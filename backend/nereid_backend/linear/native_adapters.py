@@ -90,8 +90,8 @@ class NativeAdapters:
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
         self._layer_outputs = (ctypes.c_int64 * len(layers))(*map(_num_outputs, layers.values()))
         self._products = _matrix_products(groups)
-        # Maps the layers that the kernels do not compute to keys. The forward hooks of these layers
-        # pass the keys to the kernels.
+        # Maps the name of each layer that the kernels do not compute to the key of the layer (see
+        # `_product_key`). The forward hook of the layer passes this key to the kernels.
         self._hook_keys = _hook_keys(layers)
         self._stored: dict[Adapter, _StoredAdapter] = {}
         # Whether the matrices of the adapters are bfloat16. Otherwise, they are float32.

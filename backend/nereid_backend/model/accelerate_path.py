@@ -236,13 +236,14 @@ def use_decode_graphs(
         _raise_if_device_is_lost(device, error, "cuda_graphs", "replaying a captured step failed")
         progress(f"decode steps are not replayed from captured graphs: {first_line(error)}")
         return
-    assert isinstance(path, PackedPath)
+    assert isinstance(path, PackedPath), "`_check_graphs` accepts only packed paths"
     path.graphs = DecodeGraphs(path.run_without_graphs, capture, setup.sizes, device)
     path.graphs.capture_all()
     if path.graphs.failure is not None:
         progress(f"decode steps are not replayed from captured graphs: {path.graphs.failure}")
         return
     progress("decode steps are replayed from captured graphs")
+    # Only a compiled forward pass can be divided into the pieces between two attention calls.
     if setup.compiled is not None:
         use_piecewise_graphs(path, setup, capture, progress)
 
@@ -380,8 +381,11 @@ def _check_piecewise_graphs(setup: GraphSetup, capture: GraphCapture) -> None:
     )
     setup.check(test_path)
     if graphs.num_replays == 0:
-        reasons = [*capture_problems, "the check had no step with prefills"]
-        raise UnfitError(reasons[0])
+        has_failed_capture = bool(capture_problems)
+        reason = (
+            capture_problems[0] if has_failed_capture else "the check had no step with prefills"
+        )
+        raise UnfitError(reason)
 
 
 def _check_graphs(setup: GraphSetup) -> None:

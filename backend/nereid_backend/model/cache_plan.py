@@ -71,7 +71,9 @@ def _divide_memory(
 ) -> CachePlan:
     """Determine the number of KV cache blocks that fit into the memory.
 
-    The KV cache gets the memory that remains after the weights and one forward pass.
+    The KV cache gets the memory that remains after the weights and one forward pass. The result is
+    computed in three stages: the attention layers are divided into groups, the groups determine the
+    memory of one block, and the available memory is divided into blocks of this size.
 
     Args:
         config: the settings.
@@ -88,12 +90,13 @@ def _divide_memory(
         config, spec, checkpoint.device, max_model_len, num_tokens
     )
     block = block_shape(config, spec, groups, checkpoint.model.dtype, num_tokens, draft_bytes)
+    cache_bytes = opened.cache_budget(step_bytes)
     memory = plan_memory(
         config,
         block,
         bytes_per_sequence=spec.bytes_per_sequence,
         limit=limit,
-        num_bytes=opened.cache_budget(step_bytes),
+        num_bytes=cache_bytes,
         has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
     )
     windows_sentence = describe_windows(spec.layers, groups, reason_for_one_group)

@@ -286,7 +286,10 @@ def _relative_change(before: Tensor, after: Tensor) -> float:
 def _why_not_rounded(checkpoint: Checkpoint, weight_dtype: str, num_layers: int) -> str:
     """Return the error message for a model whose linear layers cannot be rounded.
 
-    `num_layers` is the number of rounded layers. If it is not 0, the model fails with these layers.
+    `num_layers` is the number of layers that were rounded. If it is 0, either all linear layers
+    already store integers, or the model has no linear layers of torch's class. If it is not 0, the
+    model has failed with the rounded layers, because its own code does not use them as linear
+    layers of torch's class.
     """
     has_integers = any(type(layer) is GroupedLinear for layer in checkpoint.model.modules())
     if num_layers == 0 and has_integers:
@@ -343,12 +346,13 @@ def _store_as_float8(checkpoint: Checkpoint) -> int:
 
 @torch.inference_mode()
 def _logits_of_test_tokens(checkpoint: Checkpoint) -> Tensor | None:
-    """Return the logits that the model computes for a few test tokens with its own attention.
+    """Switch a model to its own attention, and return its logits for a few test tokens.
 
     The logits show whether a change of the weights has changed the model. Return None if the model
     cannot be called, or if its logits are not finite.
 
-    Mutates: the checkpoint. After the call, the model uses its own attention.
+    Mutates: the checkpoint. The model still uses its own attention after the call. Later, each
+        forward path sets the attention that it needs.
     """
     token_ids = plain_token_ids(checkpoint)[:_NUM_TEST_TOKENS]
     ids = torch.tensor([token_ids], device=checkpoint.device)

@@ -155,18 +155,18 @@ def _open_sharded(
     with ranks.loading():
         shard = load_shard(config, hook, ranks.rank, progress)
     clock.end("weights")
-    chosen = _check_logits(ranks, shard, config, hook, progress)
+    checked_path = _check_logits(ranks, shard, config, hook, progress)
     clock.end("self-check")
     progress(_describe_heads(shard, ranks.rank.size))
     return OpenedModel(
-        shard.checkpoint,
-        chosen,
-        # LoRA adapters require undivided layers.
-        adaptable_layers={},
+        checkpoint=shard.checkpoint,
+        chosen=checked_path,
+        adaptable_layers={},  # LoRA adapters require undivided layers.
         images=refuse_images(
             shard.checkpoint.model.config,
             f"images cannot be combined with tensor_parallel_size={ranks.rank.size}.",
         ),
+        # The engine calls this function with the memory of one step.
         cache_budget=partial(_agree_on_budget, ranks, config),
     )
 
@@ -235,10 +235,11 @@ def _trials_of_undivided_model(config: EngineConfig, hook: AttentionHook, shard:
         progress=lambda _line: None,
         trust_remote_code=config.trust_remote_code,
     )
-    trials = Trials(undivided, config)  # The cache is still empty.
+    trials = Trials(undivided, config)
+    # Compute the logits now and not when they are first needed, because all threads can be used
+    # while the other ranks are idle. `get_for` caches the logits. `shard.spec` selects the test
+    # sequences that the check of the divided model needs.
     with _more_threads():
-        # `get_for` computes the logits and caches them. More threads can compute now, because the
-        # other ranks are idle.
         trials.get_for(shard.spec)
     return trials
 

@@ -245,12 +245,13 @@ class Ranks:
 
         On GPUs, end the communication with the other ranks, too.
         """
-        # If a rank ends unexpectedly, the other ranks lose their connections to it and fail
-        # shortly afterwards. Wait for these failures, so that `_take_failures` can ignore them.
+        # If the process of a rank ends unexpectedly, the other ranks lose their connections to it,
+        # and fail shortly afterwards. Such a failure can be received first. After this wait, the
+        # end of the process has been received, too, and `_take_failures` describes only this end.
         time.sleep(_FOLLOWING_ERRORS_S)
         self._failure = self._take_failures()
-        # Remove the folder of the store before `_has_failed` is set, because this process may end
-        # at any time after `_has_failed` is set.
+        # This process may end at any time after `_has_failed` is set, so first remove the folder of
+        # the store.
         self.rank.remove_store()
         self._has_failed.set()
         if self.rank.device_type == "cuda":

@@ -170,7 +170,10 @@ def gathered_layer(layer: object, parts: LayerParts, kv_cache: KVCache) -> "Gath
 def _keys_spec(layer: Any) -> LayerSpec | None:  # noqa: ANN401 - transformers' layers are untyped
     """Return the shapes of the keys and values of a cache layer; None if it stores no keys.
 
-    The layer contains one token.
+    The layer contains the keys and values of one token, each [1, num_heads, 1, head_dim].
+
+    Raises:
+        UnfitError: if the keys or values have another shape.
     """
     keys = getattr(layer, "keys", None)
     if keys is None:
@@ -182,7 +185,12 @@ def _keys_spec(layer: Any) -> LayerSpec | None:  # noqa: ANN401 - transformers' 
             "token"
         )
     num_heads = keys.shape[1]
-    return LayerSpec(num_heads, num_heads, keys.shape[3], values.shape[3])
+    return LayerSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        key_dim=keys.shape[3],
+        value_dim=values.shape[3],
+    )
 
 
 def _indexer_spec(layer: Any) -> LayerSpec | None:  # noqa: ANN401 - untyped, see `_keys_spec`

@@ -72,7 +72,8 @@ class SinglePath:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Return the logits of one step, [num_logits, vocab_size]; see `ForwardPath.forward`.
 
-        `sampled` must be None, because `plan` already contains every input token.
+        `sampled` must be None: only the path `packed` can compute a step whose input tokens are
+        still being sampled.
         """
         assert sampled is None, "every input token is in the plan"
         self.delete_unused_states()
@@ -81,6 +82,8 @@ class SinglePath:
             state_key = chunk.sequence.row
             assert state_key is not None
             if chunk.is_first:
+                # A preempted sequence can get its former row again. Its old state is then still
+                # stored, but the sequence is computed from its beginning.
                 self._states.pop(state_key, None)
             with self._adapters.serving_all(chunk.sequence.adapter):
                 parts.append(self._chunk_logits(state_key, chunk))
@@ -107,8 +110,9 @@ class SinglePath:
     def _chunk_logits(self, state_key: int, chunk: Chunk) -> Tensor | None:
         """Return the logits of the last tokens of a chunk, [num_logits, vocab_size].
 
-        Not every model can continue its cache by several tokens, so one call of the model computes
-        a whole prompt. Example: a prompt is divided into the tokens 0 to 5 and 6 to 9. For the
+        The model is called once for each token whose logits are needed. Not every model can
+        continue its cache by several tokens, so the call for the last token of the prompt computes
+        the whole prompt. Example: a prompt is divided into the tokens 0 to 5 and 6 to 9. For the
         first chunk, nothing is computed, and the result is None. For the second chunk, one call
         computes all tokens from 0 to 9. The next chunk, token 10, continues the cache.
 
@@ -121,9 +125,12 @@ class SinglePath:
         end = chunk.start + chunk.num_tokens
         first = end - chunk.num_logits
         if self._uses_cache:
+            # Compute the output tokens before `first` that the stored state lacks.
             self._restore_state(state_key, sequence, num_tokens=first)
-        needs_several_prompt_logits = first < sequence.num_prompt_tokens - 1
-        if needs_several_prompt_logits and sequence.images is not None:
+        # To report log-probabilities of the prompt, the logits of several prompt tokens are needed.
+        reports_prompt_logprobs = first < sequence.num_prompt_tokens - 1
+        if reports_prompt_logprobs and sequence.images is not None:
+            # A call must not end within a prompt with images.
             return self._image_prompt_logits(state_key, sequence, first, end)
         return torch.stack(
             [self._logits_at(state_key, sequence, index) for index in range(first, end)]
@@ -141,7 +148,9 @@ class SinglePath:
         Mutates: the stored state of `state_key`.
         """
         prompt_len = sequence.num_prompt_tokens
-        prompt_logits = self._run_model(state_key, sequence, num_tokens=prompt_len)[-prompt_len:]
+        logits = self._run_model(state_key, sequence, num_tokens=prompt_len)
+        # Take the last positions, because a model may add positions of its own before the prompt.
+        prompt_logits = logits[-prompt_len:]
         output_logits = [
             self._logits_at(state_key, sequence, index) for index in range(prompt_len, end)
         ]
@@ -307,7 +316,8 @@ class SinglePath:
         if self._has_encoder:
             # DynamicCache(config) could create a cross-attention cache with a sliding window. A
             # window would be wrong, because the decoder attends to all tokens of the prompt.
-            # Therefore, the cache is created by the method that `generate` of transformers uses.
+            # Therefore, use the private method of transformers that `generate` uses. The method
+            # adds the cache to `arguments`.
             self._model._prepare_cache_for_generation(
                 self._generation_config,
                 model_kwargs=arguments,

@@ -228,6 +228,10 @@ class BatchBuilder:
     ) -> _LayerGroupArrays:
         """Return the cache slots and the block tables of a step for one group of attention layers.
 
+        A slot is needed for each token, and a block table for each sequence. `step.token_rows` has
+        one element for each token, and `step.rows` has one for each sequence. In `step.rows`, the
+        decodes come before the prefills. Each length group lists the indices of its decodes.
+
         Args:
             step: the tokens of the step.
             length_groups: the decodes of the step, divided into groups of similar lengths.
@@ -239,7 +243,6 @@ class BatchBuilder:
             tables.blocks(step.rows[decodes.indices], decodes.lens.max(), layer_group)
             for decodes in length_groups
         ]
-        # In `step.rows`, the prefills follow the decodes.
         prefill_blocks = [
             tables.blocks(step.rows[i : i + 1], chunk.start + chunk.num_tokens, layer_group)
             for i, chunk in enumerate(step.prefills, start=step.num_decodes)
@@ -255,7 +258,8 @@ class BatchBuilder:
             step: the tokens of the step.
             decodes: the decodes of each length group. They are equal in all groups of layers.
             tensors: yields first the cache slots of all tokens, then the block tables of each
-                length group, and then the block table of each prefill.
+                length group, and then the block table of each prefill. This function reads the
+                first two, and passes the iterator to `_prefills`, which reads the last.
         """
         slots = next(tensors)
         decode_groups: list[DecodeGroup] = []

@@ -152,9 +152,14 @@ def _choose_methods(
     """Choose the fastest exact methods for the token vectors and for the head's output of a batch.
 
     A method is exact if its outputs for a batch equal its outputs for single texts, except for
-    rounding errors. If a model needs no token vectors or has no head, the corresponding method is
-    None. The result also contains the difference between the outputs for a batch and the outputs
-    for single texts.
+    rounding errors. The result also contains the difference between the outputs for a batch and the
+    outputs for single texts. The loader determines which methods the model has:
+
+        loader                    method for token vectors    method for the head
+        TOWERS                    None                        None
+        IMAGE_CAUSAL, RETRIEVAL   None                        None
+        SEQUENCE, TOKENS          yes                         yes
+        all other loaders         yes                         None
 
     Args:
         spec: the description of the checkpoint.
@@ -169,7 +174,7 @@ def _choose_methods(
     if spec.loader == TOWERS:
         # The text tower returns one vector for each text, and always computes padded batches.
         difference = prepack_towers(encoder, name, max_len)
-        return _Methods(difference)
+        return _Methods(self_check_difference=difference)
     if spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         # These models compute all inputs one by one. Batches are not used, so there is no
         # difference between the outputs for batches and the outputs for single inputs.

@@ -52,26 +52,30 @@ def read_sampled(
 
 
 def _read_sequence(
-    last_position: Position, first: int, sampled_tokens: SampledTokens, masks: StepMasks
+    last_position: Position, first_index: int, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> Sampled:
     """Return the new tokens of one sequence, or the error of its grammar or its sampling.
 
+    Example: two sequences have 0 and 2 draft tokens. The step then has 1 + 3 positions. For the
+    second sequence, `first_index` is 1, and `last_position` is the position with the index 3.
+
     Args:
         last_position: the last position of the sequence, which follows all its draft tokens.
-        first: the index of the sequence's first position among all positions of the step.
+        first_index: the index of the sequence's first position among all positions of the step.
         sampled_tokens: the sampled tokens of all sequences of the step.
         masks: the token masks of the step. The key of an error is the index of the first position.
     """
-    if first in masks.errors:
-        return Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
+    if first_index in masks.errors:
+        return Sampled(token_ids=[], logprobs=[], error=masks.errors[first_index])
     sequence = last_position.sequence
     drafts = last_position.drafts
-    if drafts or sequence.guide is not None or first in sampled_tokens.errors:
-        return _accept_or_return_error(sequence, drafts, sampled_tokens, first)
-    # The sequence has no draft tokens and no grammar. Therefore, the sampled token is the only new
-    # token and needs no check, so this case takes less time.
-    top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
-    return Sampled([sampled_tokens.token_ids[first]], [sampled_tokens.logprobs[first]], top=top)
+    if drafts or sequence.guide is not None or first_index in sampled_tokens.errors:
+        return _accept_or_return_error(sequence, drafts, sampled_tokens, first_index)
+    # The sequence has no draft tokens and no grammar. Therefore, it has only one position, and the
+    # sampled token is its only new token and needs no check.
+    token_id, logprob = sampled_tokens.token_ids[first_index], sampled_tokens.logprobs[first_index]
+    top = [sampled_tokens.top[first_index]] if first_index in sampled_tokens.top else None
+    return Sampled([token_id], [logprob], top=top)
 
 
 def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:

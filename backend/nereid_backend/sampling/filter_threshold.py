@@ -79,14 +79,15 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
         top_k: [n, 1]; 0 turns the filter off.
 
     Returns:
-        The threshold of each row. `is_certain` states whether the total probability of the tokens
-        that the two filters keep is known.
+        The threshold of each row. `is_certain` is True if the total probability of the tokens that
+        the two filters keep is known, which top_p requires. Example: `probs` contains 64 tokens and
+        top_k is 100. Only 64 of the 100 kept tokens are in `probs`, so `is_certain` is False.
     """
     largest = probs[:, :1]
     # The threshold of top_k is 0 if top_k is off or exceeds the number of tokens in `probs`. The
     # threshold of min_p is 0 if min_p is off.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
-    return FilterThreshold(threshold, _is_total_known(probs, threshold, top_k))
+    return FilterThreshold(threshold, is_certain=_is_total_known(probs, threshold, top_k))
 
 
 def _is_total_known(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:

@@ -147,7 +147,9 @@ def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
     Returns:
         Token ids [n] int64.
     """
-    return sample_or_defer(logits, batch, defers=False)[0]
+    # With defers=False, the rows whose tokens may be wrong are sampled again in this call.
+    token_ids, _uncertain_rows = sample_or_defer(logits, batch, defers=False)
+    return token_ids
 
 
 def sample_or_defer(

@@ -103,9 +103,11 @@ class PendingTokens:
     def __init__(self, sampler: "Sampler", parts: list[PendingSlice]) -> None:
         """Start to copy the sampling results of a step from the device to the host.
 
-        Three results are copied: the sampled tokens, the requested log-probabilities (`ranked`),
-        and whether the uncertain rows have the right tokens. A row is uncertain if only some of its
-        logits were examined.
+        Three kinds of results are copied:
+        - The sampled tokens of all slices, in one copy.
+        - The requested log-probabilities of each slice (`ranked`).
+        - For each uncertain row of a slice, whether its token is right. A row is uncertain if only
+          some of its logits were examined. The indices of these rows are on the host already.
 
         Args:
             sampler: the sampler, which samples a row again if its token is wrong.
@@ -125,7 +127,7 @@ class PendingTokens:
         self._uncertain_copies = [
             _UncertainCopy(
                 part,
-                rows=part.uncertain.rows,  # on the host already
+                rows=part.uncertain.rows,
                 is_certain=HostCopy([part.uncertain.is_certain]),
             )
             for part in parts

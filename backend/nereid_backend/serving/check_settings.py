@@ -178,17 +178,18 @@ def _check_formats(settings: ServingSettings) -> None:
         _check_format("tool_parser", tools=settings.tool_parser)
 
 
-def _check_format(setting: str, **names: str) -> None:
+def _check_format(setting: str, *, reasoning: str | None = None, tools: str | None = None) -> None:
     """Raise a ConfigError if the value of a setting is not the name of a chat format.
 
-    `names` is the value as a keyword argument of `get_format`: either `reasoning` or `tools`.
+    The value is passed as `reasoning` or as `tools`, depending on which part of the format the
+    setting selects.
     """
     # The parsers are imported here and not at the beginning of the file, because the import takes
     # as long as all checks together.
     from nereid_parsers import NereidParsersError, get_format
 
     try:
-        get_format(**names)
+        get_format(reasoning=reasoning, tools=tools)
     except NereidParsersError as error:
         raise ConfigError(f"{setting}: {error}") from error
 

@@ -53,16 +53,26 @@ def describe_tokenizer_error(folder: Path, error: Exception) -> str:
             "tokenizer_config.json names a class in a Python file of the checkpoint, which is not "
             "run"
         )
+    return f"{reason}. {_remedy(folder, needs_code_of_checkpoint=needs_code_of_checkpoint)}"
+
+
+def _remedy(folder: Path, *, needs_code_of_checkpoint: bool) -> str:
+    """Return how an operator can make the tokenizer in `folder` usable, as one or more sentences.
+
+    `needs_code_of_checkpoint` is whether tokenizer_config.json names a class in a Python file of
+    the checkpoint.
+    """
     if not (folder / "tokenizer.json").is_file():
         # Other vocabulary files, such as tokenizer.model, can be read only with further packages.
         return (
-            f"{reason}. {folder} has no tokenizer.json. Download this file, or create it with this "
+            f"{folder} has no tokenizer.json. Download this file, or create it with this "
             "command, which needs the packages transformers, sentencepiece, tiktoken and protobuf: "
             f'python -c "{_CONVERSION_CODE}" {shlex.quote(str(folder))}'
         )
     if needs_code_of_checkpoint:
+        # The reason in front of this text has named the file tokenizer_config.json.
         return (
-            f"{reason}. Remove auto_map from the file, and set tokenizer_class to "
-            "TokenizersBackend, which reads tokenizer.json."
+            "Remove auto_map from the file, and set tokenizer_class to TokenizersBackend, which "
+            "reads tokenizer.json."
         )
-    return f"{reason}. Download the tokenizer's files again."
+    return "Download the tokenizer's files again."

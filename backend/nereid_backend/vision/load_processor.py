@@ -101,17 +101,16 @@ def _load(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - tran
     """
     try:
         processor = _from_pretrained(AutoProcessor, folder)
+        # If the checkpoint's files do not name the class of the processor, AutoProcessor returns
+        # only one component, such as the tokenizer.
+        if isinstance(processor, ProcessorMixin):
+            return processor
     except (ImportError, OSError, ValueError):
         # `_load_without_video` can load only processors that have a component for images.
         reads_images = "image_processor" in _processor_class(folder, config).get_attributes()
         if not reads_images:
             raise
-        return _load_without_video(folder, config)
-    if isinstance(processor, ProcessorMixin):
-        return processor
-    # The checkpoint's files do not name the class of the processor, so AutoProcessor has returned
-    # only one component, such as the tokenizer. `_load_without_video` finds the class by the type
-    # of the model.
+    # This function can find the class of the processor by the type of the model.
     return _load_without_video(folder, config)
 
 

@@ -182,10 +182,14 @@ class StepLayout:
     ) -> list[Integers]:
         """Return the arrays that must be copied to the GPU. The arrays contain a step's metadata.
 
-        The first array contains the start of each decode's block table. It is empty if the step has
-        no decodes. If there are prefills, the second array contains the position and the sizes of
-        each prefill, and one array of tiles follows for each of `tilings`. A program of the prefill
-        kernel computes a tile: some new tokens of one prefill.
+        The order of the arrays is the order in which `packed_rows` reads them:
+
+            1. the start of each decode's block table; empty if the step has no decodes
+            2. the position and the sizes of each prefill
+            3. the tiles of the prefills, one array for each of `tilings`
+
+        A step without prefills has only the first array. A program of the prefill kernel computes a
+        tile: some new tokens of one prefill.
 
         Args:
             decode_shapes: one pair for each group of decodes whose sequences have similar lengths:
@@ -226,17 +230,18 @@ class PackedRows:
     tiles: dict[Tiling, Tensor] = field(default_factory=dict)
 
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
-        """Build the metadata of a step for the GPU kernels from these arrays and from `batch`.
+        """Combine these arrays with the block tables and the sequence lengths of the same step.
 
-        `batch` contains the block tables and the lengths of the sequences in the same step.
+        `batch` contains the block tables and the lengths. The result is the metadata that the GPU
+        kernels read.
         """
         decodes = None
-        prefills = None
         if batch.num_decodes:
             decodes = _decode_rows(batch.decodes, batch.block_size, self.table_starts)
+        prefills = None
         if self.sequences is not None:
-            table = _concatenated([prefill.blocks for prefill in batch.prefills])
-            prefills = PrefillRows(batch.prefills, table, self.sequences, self.tiles)
+            block_tables = _concatenated([prefill.blocks for prefill in batch.prefills])
+            prefills = PrefillRows(batch.prefills, block_tables, self.sequences, self.tiles)
         return GpuBatch(decodes, prefills)
 
 

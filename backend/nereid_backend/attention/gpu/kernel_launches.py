@@ -151,9 +151,12 @@ def _split_arguments(
     """Return the kernel arguments `split_tokens` and `num_splits` for the decodes of a step.
 
     A split is a part of a sequence's keys, which one program computes. `split_tokens` is the number
-    of tokens in a split, and `num_splits` is the number of splits of the longest sequence. A CUDA
-    graph is replayed in steps with sequences of other lengths. If the launch is captured into a
-    graph, the kernels therefore compute the number of tokens in a split in each step.
+    of tokens in a split, and `num_splits` is the number of splits of the longest sequence.
+
+    A CUDA graph is replayed in steps with sequences of other lengths, but with the same arguments.
+    If the launch is captured into a graph, `split_tokens` is therefore
+    `_KERNEL_COMPUTES_SPLIT_TOKENS` (0). In each step, the kernels then compute the number of tokens
+    in a split from `num_splits` and from the length of the longest sequence.
 
     Args:
         rows: the decodes (sequences with one new token).
@@ -163,7 +166,7 @@ def _split_arguments(
         tile: the number of keys that a program processes at once.
     """
     window, device = spec.window, rows.lens.device
-    # The kernels read the length of the longest sequence from the tensor `longest`, which is set
+    # The tensor `longest`, from which the kernels read the length of the longest sequence, exists
     # only for launches in a CUDA graph.
     is_captured = rows.longest is not None
     if is_captured:

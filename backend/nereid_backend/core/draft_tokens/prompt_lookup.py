@@ -30,14 +30,14 @@ class _Index:
     Attributes:
         ends: maps an n-gram to the end of its last occurrence, which is the index of the token that
             follows the n-gram.
-        num_indexed: the number of n-grams that were added to this index or to `prompt`.
-        prompt: the index of the prompt, which all sequences of a request share; None if this object
-            is the index of a prompt.
+        num_indexed: the number of n-grams that were added to this index or to `prompt_index`.
+        prompt_index: the index of the prompt, which all sequences of a request share; None if this
+            object is the index of a prompt.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_indexed: int = 0
-    prompt: "_Index | None" = None
+    prompt_index: "_Index | None" = None
 
     def add(self, tokens: list[int]) -> None:
         """Add the new n-grams of a sequence to the index.
@@ -51,8 +51,8 @@ class _Index:
     def find(self, ngram: tuple[int, ...]) -> int | None:
         """Return the end of the last occurrence of an n-gram; None if there is no occurrence."""
         end = self.ends.get(ngram)
-        if end is None and self.prompt is not None:
-            return self.prompt.ends.get(ngram)
+        if end is None and self.prompt_index is not None:
+            return self.prompt_index.ends.get(ngram)
         return end
 
 
@@ -73,7 +73,7 @@ class PromptLookup:
         # Maps a request id to the index of the prompt. All sequences of a request share this index.
         # If a prompt has 128,000 tokens, 64 separate indices would need 1 GB of memory, and the
         # step that creates them would take 11 s.
-        self._prompts: WeakValueDictionary[str, _Index] = WeakValueDictionary()
+        self._prompt_indices: WeakValueDictionary[str, _Index] = WeakValueDictionary()
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
         """Prepare the next step; see `Drafter.prepare`."""
@@ -113,18 +113,28 @@ class PromptLookup:
         return list(islice(cycle(following_tokens), num_drafts))
 
     def _index_of(self, sequence: Sequence) -> _Index:
-        """Return the index of a sequence. If no index exists, create and store one."""
+        """Return the index of a sequence. If no index exists, create and store one.
+
+        The index of the sequence contains only the n-grams that the index of the prompt lacks.
+        """
         index = self._indices.get(sequence)
         if index is None:
-            prompt = self._prompts.get(sequence.request_id)
-            if prompt is None:
-                prompt = _Index()
-                prompt.add(sequence.token_ids[: sequence.num_prompt_tokens])
-                self._prompts[sequence.request_id] = prompt
-            # The index of the sequence contains only the n-grams that the prompt's index lacks.
-            index = _Index(num_indexed=prompt.num_indexed, prompt=prompt)
+            prompt_index = self._index_of_prompt(sequence)
+            index = _Index(num_indexed=prompt_index.num_indexed, prompt_index=prompt_index)
             self._indices[sequence] = index
         return index
+
+    def _index_of_prompt(self, sequence: Sequence) -> _Index:
+        """Return the index of a sequence's prompt, which all sequences of the request share.
+
+        If no index exists, create and store one.
+        """
+        prompt_index = self._prompt_indices.get(sequence.request_id)
+        if prompt_index is None:
+            prompt_index = _Index()
+            prompt_index.add(sequence.token_ids[: sequence.num_prompt_tokens])
+            self._prompt_indices[sequence.request_id] = prompt_index
+        return prompt_index
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the index of an ended sequence."""

@@ -132,8 +132,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # The cached trials, and the cached messages of UnfitErrors. The argument `is_generated` of
-        # `get` is the key.
+        # A model has at most two trials. The key is the argument `is_generated` of `get`. If a
+        # trial cannot be used, `_refusals` contains the message of its UnfitError instead.
         self._trials: dict[bool, Trial] = {}
         self._refusals: dict[bool, str] = {}
 
@@ -142,12 +142,14 @@ class Trials:
         return self.get(spec.layers, is_generated=spec.uses_generated_trial)
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
-        """Return the test sequences and the expected logits. They are computed only once.
+        """Return the test sequences and the expected logits.
+
+        They are computed in the first call with each value of `is_generated`, and then cached.
 
         Args:
             layers: the attention layers of the path. One test sequence is longer than the windows
-                of these layers. Only the first call with a value of `is_generated` reads `layers`,
-                because all paths of a model have layers with the same windows.
+                of these layers. `layers` is no part of the cache key, because the layers of all
+                paths of a model have the same windows.
             is_generated: whether the tokens and logits come from transformers' generate. If False,
                 the logits come from one forward pass over each whole sequence.
 

@@ -139,10 +139,11 @@ def _rows_variants(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[Path
 
 
 def _rows_variants_with_hook(checkpoint: Checkpoint, hook: AttentionHook) -> list[PathSpec]:
-    """Describe the ways to run a model in the path `rows` with Nereid's attention function.
+    """Return the variants of the path `rows` that use Nereid's attention function (`hook`).
 
-    In this path, a forward pass has one row for each sequence. The attention function (`hook`)
-    reads keys and values directly from the blocks of the KV cache.
+    In this path, a forward pass has one row for each sequence. `hook` reads keys and values
+    directly from the blocks of the KV cache. The blocks are allocated by `make_keys`, which is
+    called when the engine or a test builds the path of a variant.
 
     Mutates: `checkpoint`, because its attention is set to `hook`.
 

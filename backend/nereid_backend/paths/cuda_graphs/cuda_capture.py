@@ -183,9 +183,10 @@ def _end_in_allocator(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> No
         RuntimeError: if the allocator has already ended the capture.
     """
     torch._C._cuda_endAllocateToPool(device, pool)
-    # The graph must never be freed, because torch's allocator of pinned memory still uses it. Its
-    # share of the pool would only be released when the graph is freed, so release the share here.
+    # A graph releases its share of the pool when it is freed. This graph is never freed, so release
+    # its share here.
     torch._C._cuda_releasePool(device, pool)
+    # Keep the graph forever, because torch's allocator of pinned memory still uses it.
     _failed_captures.append(graph)
 
 

@@ -102,13 +102,22 @@ class GenerativeReranker:
             self.yes, self.no = answer_tokens
         else:
             self.yes, self.no = self._token_id("yes"), self._token_id("no")
-        # For the format PAIR, the tokenizer truncates the texts on its own `truncation_side`. For
-        # all other formats, the method `tokens` removes the end of the document.
+        self._set_format_rules(is_vision_model=has_parts)
+
+    def _set_format_rules(self, *, is_vision_model: bool) -> None:
+        """Set the attributes that depend on the format of the prompts.
+
+        With the format PAIR, the tokenizer joins the query and the document. It truncates them on
+        its own `truncation_side`, and leaves no place for an instruction. With all other formats,
+        `tokens` removes the end of the document, and the prompt contains an instruction.
+
+        The prompt of a vision-language model always contains an instruction, because this prompt is
+        built from `messages` and with the template of the processor. The tokenizer can lack this
+        template, so `_format` can be PAIR although no pair is ever joined.
+        """
         is_pair = self._format is _Format.PAIR
-        self.truncation_side = tokenizer.truncation_side if is_pair else "right"
-        # A pair that the tokenizer joins contains no instruction. Vision-language models never use
-        # the format PAIR, because they need a chat template.
-        self.reads_instructions = has_parts or not is_pair
+        self.truncation_side = self._tokenizer.truncation_side if is_pair else "right"
+        self.reads_instructions = is_vision_model or not is_pair
 
     def _choose_format(self, *, is_for_sentence_transformers: bool) -> _Format:
         """Return the format in which prompts contain the query and the document.

@@ -22,7 +22,7 @@ def _load_image_preparer(folder: Path) -> Prepare:
     """
     _import_libraries()
     _configure_libraries()
-    # These modules import torch, so they are imported after `_import_libraries`.
+    # `_import_libraries` must run before transformers is imported, and these modules import it.
     from transformers import AutoConfig
 
     from nereid_backend.core.image_inputs import ImageInputs
@@ -36,7 +36,8 @@ def _load_image_preparer(folder: Path) -> Prepare:
 
     def prepare(_text: str, images: list[bytes]) -> list[Any]:
         # A request contains one image, and its text is empty. `pop` removes the file from the
-        # caller's list, so that the memory of the file is freed before the image is prepared.
+        # caller's list, because the list would otherwise keep the file in memory until the image is
+        # prepared.
         image = decode_image(images.pop(), "image 1", ImageLimits())  # the name is for errors
         token_ids, arguments = process(image)
         # The digest and the first token are needed only for a prefix cache. Models for embedding

@@ -358,17 +358,20 @@ class ItemPreparer:
             return ids, types
         self._check_truncation(item, len(ids), limit, limit_name)
         # Tokenise again, because cutting the list of ids would remove the special token at the end.
-        # The tokenizer gets lists with one text each, because it would ignore an empty second text
-        # that is not in a list.
+        # The tokenizer gets a batch with one item, because it would ignore an empty second text
+        # outside a batch. A batch consists of a list of first texts and a list of second texts.
+        batch = [[text] for text in _texts_of(item)]
         encoded: Any = self._tokenizer(
-            *([text] for text in _texts_of(item)),
+            *batch,
             truncation="longest_first",
             max_length=limit,
             return_token_type_ids=self._wants_types,
             verbose=False,
         )
-        (kept_ids,) = encoded["input_ids"]
-        (kept_types,) = encoded.get("token_type_ids") or [None]
+        (kept_ids,) = encoded["input_ids"]  # the token ids of the only item
+        if not encoded.get("token_type_ids"):
+            return kept_ids, None
+        (kept_types,) = encoded["token_type_ids"]
         return kept_ids, kept_types
 
     def _offsets(self, item: PoolingItem) -> NDArray[np.int32]:

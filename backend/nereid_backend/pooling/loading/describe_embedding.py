@@ -257,7 +257,13 @@ def _describe_dense(
 ) -> CheckpointSpec:
     """Return the description of a checkpoint with dense output: one vector for each text.
 
-    The checkpoint may have sparse and multi-vector output, too.
+    The checkpoint may have sparse and multi-vector output, too. The pooling method comes from the
+    first of these sources that exists:
+
+    1. The Pooling module of the checkpoint. The modules then also determine whether the vectors are
+       normalised.
+    2. The setting `pooling`.
+    3. The kind of the model. `poolers` stays empty, and the method is chosen after loading.
 
     `later_modules` contains the modules that follow the transformers model. The list is empty if
     the checkpoint lists no modules, or if the setting `pooling` replaces the pooling method of the
@@ -278,9 +284,9 @@ def _describe_dense(
                 include_prompt=bool(module.config.get("include_prompt", True)),
                 normalizes=ends_with_normalize(later_modules),
             )
-    if settings.pooling is None:
-        return dense  # `poolers` stays empty, and the model determines the pooling method.
-    return replace(dense, poolers=(settings.pooling,))
+    if settings.pooling is not None:
+        return replace(dense, poolers=(settings.pooling,))
+    return dense
 
 
 def _refuse_query_expansion(folder: Path) -> None:

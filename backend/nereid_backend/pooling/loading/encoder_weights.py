@@ -87,7 +87,7 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
                 **arguments, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     _check_missing_weights(spec, report["missing_keys"], report["unexpected_keys"])
-    _check_unused_weights(spec, report["unexpected_keys"], model)
+    _check_ignored_weights(spec, report["unexpected_keys"], model)
     return model
 
 
@@ -158,7 +158,7 @@ def _check_missing_weights(
         )
 
 
-def _check_unused_weights(
+def _check_ignored_weights(
     spec: CheckpointSpec, names: Iterable[str], model: PreTrainedModel
 ) -> None:
     """Raise an UnsupportedModelError if the output is wrong because the model ignores weights.
@@ -170,8 +170,8 @@ def _check_unused_weights(
     """
     # The output layer of a language model may stay unused, because vectors are computed without
     # this layer.
-    expected = {_OUTPUT_LAYER} if spec.loader == BASE else set()
-    unused = sorted(name for name in names if name not in expected)
+    may_stay_unused = {_OUTPUT_LAYER} if spec.loader == BASE else set()
+    unused = sorted(name for name in names if name not in may_stay_unused)
     check_unused_weights(spec.folder, unused, model)
     has_own_class = hasattr(transformers, spec.architecture)
     # If transformers has a class for the architecture, the unused weights belong to a head that

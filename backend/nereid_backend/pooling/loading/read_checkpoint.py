@@ -156,10 +156,12 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
             generative reranker nor a supported vision-language model.
     """
     settings = read_settings(spec.folder)  # saved by sentence-transformers
+    # Vision-language models take chat messages. The settings may require chat messages for another
+    # model, too.
     takes_messages = _takes_messages(spec, settings)
-    requires_messages = "message" in (settings.get("modality_config") or {})
+    settings_require_messages = "message" in (settings.get("modality_config") or {})
     is_generative_reranker = spec.task == "rerank" and spec.architecture.endswith(GENERATIVE)
-    if requires_messages and not takes_messages and not is_generative_reranker:
+    if settings_require_messages and not takes_messages and not is_generative_reranker:
         raise UnsupportedModelError(
             f"{spec.folder}: the settings file of sentence-transformers has the entry message in "
             "modality_config, so texts are rendered with the chat template. This is supported only "

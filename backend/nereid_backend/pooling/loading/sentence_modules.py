@@ -166,8 +166,9 @@ def read_loading_arguments(folder: Path, *names: str) -> dict[str, Any]:
 
     Args:
         folder: the folder of the transformers model.
-        names: the names of the setting. Different versions of sentence-transformers use different
-            names.
+        names: the names under which different versions of sentence-transformers store the
+            arguments, such as "config_kwargs" and "config_args". The first name that the settings
+            contain is used.
     """
     settings = read_settings(folder)
     arguments: dict[str, Any] = next((settings[name] for name in names if settings.get(name)), {})

@@ -121,14 +121,15 @@ class EngineMetrics:
         self._num_publications = 0
         self._published_num_requests: int | None = None  # None before the first publication
 
-        # Each publication contains the gauges.
+        # The gauges are published each time.
         self._num_requests = _create_gauge_of_requests(families, labels)
         self._gauges_of_engines = _create_gauges_of_engines(families, labels, len(processes))
-        # To save time, most publications leave out the counters and the histograms.
+        # To save time, the counters and the histograms are published only every tenth time.
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = _create_histograms(families, labels)
         # Each update of a sequence adds one value to this histogram. Passing each value to the
-        # server would take too much time, so the histogram is published as counters.
+        # server would take too much time. Therefore, the values are counted here, and the counts
+        # are published as counters, one for each bucket of the histogram.
         self._token_gaps = families.histogram_counters(
             "inter_token_latency_seconds", "Time between two updates of a sequence", labels
         )

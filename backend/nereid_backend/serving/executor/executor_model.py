@@ -103,10 +103,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         settings = self._settings
         # An inspection of all streams takes long, so the next inspection must not begin before
-        # `_earliest_inspection`. It must begin by `_latest_inspection`, when a heartbeat is due or
-        # a time limit expires. Both are values of time.monotonic().
-        self._earliest_inspection = _IMMEDIATELY
-        self._latest_inspection = _IMMEDIATELY
+        # `_inspection_allowed_at`. It is needed at `_inspection_due_at`, when a heartbeat is due or
+        # a time limit expires, so `do_periodic_work` is called at this time at the latest. Both are
+        # values of time.monotonic().
+        self._inspection_allowed_at = _IMMEDIATELY
+        self._inspection_due_at = _IMMEDIATELY
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
         self._step_sender = StepSender(
@@ -227,13 +228,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         self._engine_calls.send_new()
         now = time.monotonic()
-        if now >= self._earliest_inspection:
+        if now >= self._inspection_allowed_at:
             min_interval_s = len(self.requests) * _INSPECTION_INTERVAL_S_PER_STREAM
-            self._earliest_inspection = now + min_interval_s
+            self._inspection_allowed_at = now + min_interval_s
             next_event = self._inspect_all_streams(now)
-            self._latest_inspection = max(next_event, self._earliest_inspection)
+            self._inspection_due_at = max(next_event, self._inspection_allowed_at)
         next_output = self._step_sender.send_due_output(now)
-        next_call = min(now + _IDLE_POLL_S, self._latest_inspection, next_output)
+        next_call = min(now + _IDLE_POLL_S, self._inspection_due_at, next_output)
         return max(next_call - now, 0.0)
 
     def _inspect_all_streams(self, now: float) -> float:
@@ -444,7 +445,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Remove a stream, release its memory slots, and record the end of its request."""
         self._selector.release(self.owner(stream.request_id).index, len(stream.slots))
         self.remove(stream.request_id)
-        self._step_sender.forget(stream)
+        self._step_sender.ignore_unsent(stream)
         now = time.monotonic()
         self._statistics.note_end(stream, now)
         record_spans(self._tracing, stream, now)

@@ -79,18 +79,19 @@ class LostClientDetector:
           was sent later, of any stream, was consumed. Example: step 7 belongs to `stream`, and step
           8 was consumed, but step 7 was not.
 
-        Mutates: `stream.unconsumed_steps` and `stream.stalled_s`. Before the second case is
-        confirmed, the feedback is read again.
+        Mutates: `stream.unconsumed_steps` and `stream.stalled_s`.
         """
         # `stalled_s` is the time since the postprocessor last consumed a step of `stream`.
         is_patience_over = stream.stalled_s > self._patience_s
         if is_patience_over and stream.unconsumed_steps:
-            return True
-        if stream.stalled_s < _OVERTAKING_S or not self._is_overtaken(stream):
+            return True  # the first case
+        may_be_overtaken = stream.stalled_s >= _OVERTAKING_S and self._is_overtaken(stream)
+        if not may_be_overtaken:
             return False
-        # The steps may have been consumed since the feedback was last read, so read it again.
+        # The feedback of the stream with the later step may have been read after the feedback of
+        # `stream`. Read the feedback of `stream` again, because its step may be consumed by now.
         self.remove_consumed_steps(stream)
-        return self._is_overtaken(stream)
+        return self._is_overtaken(stream)  # the second case
 
     def _is_overtaken(self, stream: Stream) -> bool:
         """Return whether a later step has overtaken the oldest unconsumed step of `stream`.

@@ -69,7 +69,8 @@ def _parse_rules(text: str, encode: Callable[[str], list[int]]) -> list[Rule]:
         ConfigError: a rule has an unknown key.
         ValueError: the text is not JSON.
         AttributeError: a rule is not an object.
-        TypeError: the JSON value is not a list, or a rule has no key `when`.
+        TypeError: the JSON value is not a list, or a rule lacks the key `when`, which is a required
+            argument of `Rule`.
     """
     entries = json.loads(text)
     for entry in entries:

@@ -260,11 +260,11 @@ class ScriptedEngine:
         """
         rule = sequence.rule
         num_top = request.params.logprobs
-        # If the rule contains a fault, cause this fault. The fault "busy 2" uses the CPU for 2
-        # seconds, and raises no error. All other faults raise an error.
+        # Most rules contain no fault, so this call does nothing. The fault "busy 2" uses the CPU
+        # for 2 seconds, and raises no error. All other faults raise an error.
         cause_fault(sequence)
-        # Only the first update of a sequence contains `prompt_logprobs`. An update is the first if
-        # the sequence has no tokens yet. This must be checked before `next_tokens` adds tokens.
+        # Only the first update of a sequence contains log-probabilities of the prompt. Call this
+        # method before `next_tokens`, because an update is the first if the sequence has no tokens.
         prompt_logprobs = self._prompt_logprobs(request, sequence)
         token_ids, finish_reason = next_tokens(request, sequence)
         sequence.due = now + rule.delay_ms / 1000

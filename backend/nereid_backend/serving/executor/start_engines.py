@@ -43,6 +43,7 @@ def _start_engine(settings: ServingSettings, config: EngineConfig, index: int) -
     """Start the engine process with the number `index`, and wait until its model is loaded."""
     is_only = config.data_parallel_size == 1
     title = "engine" if is_only else f"engine {index}"
+    log_prefix = "" if is_only else f"{title}: "
     program = ChildProgram(
         name="engine",
         title=title,
@@ -52,4 +53,4 @@ def _start_engine(settings: ServingSettings, config: EngineConfig, index: int) -
         hang_timeout=Limit("engine_hang_timeout_s", settings.engine_hang_timeout_s),
         max_restarts=Limit("max_engine_restarts", settings.max_engine_restarts),
     )
-    return SupervisedProcess.start(program, index, "" if is_only else f"{title}: ")
+    return SupervisedProcess.start(program, index, log_prefix)

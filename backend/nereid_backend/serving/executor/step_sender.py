@@ -65,8 +65,8 @@ class StepSender:
         self._unsent[stream.request_id] = stream
         stream.next_check = _IMMEDIATELY
 
-    def forget(self, stream: Stream) -> None:
-        """Forget the unsent tokens of a stream that has ended."""
+    def ignore_unsent(self, stream: Stream) -> None:
+        """Do not check `stream` until it has new tokens. Its unsent tokens were sent or dropped."""
         self._unsent.pop(stream.request_id, None)
 
     def send_due_output(self, now: float) -> float:
@@ -114,8 +114,8 @@ class StepSender:
 
     def _send(self, stream: Stream, now: float) -> None:
         """Send a step with the unsent tokens of `stream`. Report the last step of the stream."""
-        state = stream.take_step(now)
-        self.forget(stream)
+        state = stream.take_step(now)  # contains all unsent tokens
+        self.ignore_unsent(stream)
         self._statistics.note_step(has_output=bool(state.deltas))
         # The detector finds steps that never reach the postprocessor, so record the step before it
         # is sent.

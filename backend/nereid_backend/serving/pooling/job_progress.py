@@ -185,22 +185,26 @@ class _JobProgress:
     def job_message(self, error: NereidError, first: int) -> str:
         """Rewrite the engine's error message about a slice into a message about the whole job.
 
-        A slice is a group of inputs. Examples for the slice that begins with the input `first` =
-        256 of a job in the tensor `texts`:
+        A slice is a group of inputs. The engine's message begins with the index of the input in the
+        slice, and with the name of a field. Examples for the slice that begins with the input
+        `first` = 256 of a job in the tensor `texts`:
 
             input 3: input: the text is empty  ->  texts: element 259: the text is empty
             input 3: image: it is damaged      ->  texts: element 259: image: it is damaged
             input 3: task: it is unknown       ->  task: it is unknown
+
+        If the job has only one input, the first message becomes "texts: the text is empty".
         """
         index_in_slice, problem = _parse_engine_message(str(error))
         is_about_an_input = problem.startswith(("input: ", "image: "))
         if not is_about_an_input:
             return problem  # The field is an option, which is the same for all inputs of the job.
-        has_several_inputs = len(self.job.inputs) > 1
-        element = f"element {first + index_in_slice}: " if has_several_inputs else ""
         # The name of the tensor replaces the field "input". The field "image" is not replaced,
         # because a tensor can contain both texts and images.
-        return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
+        description = problem.removeprefix("input: ")
+        if len(self.job.inputs) == 1:
+            return f"{self.job.field}: {description}"
+        return f"{self.job.field}: element {first + index_in_slice}: {description}"
 
 
 class WorkerJobs:

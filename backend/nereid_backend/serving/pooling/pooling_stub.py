@@ -196,18 +196,25 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     ) -> None:
         """Send a request as a job to the worker process.
 
-        `given` contains the names of the request's tensors.
-
         A job consists of the inputs and the options of one request. If there are no inputs, respond
-        without the worker.
+        without the worker: the output tensors are empty.
+
+        Args:
+            request: the request.
+            sender: sends the response.
+            given: the names of the request's tensors.
+            returns_info: whether the response also contains the output `info`, which describes the
+                served checkpoint.
         """
         options = parse_options(triton_api.optional_text(request, names.OPTIONS), self.option_types)
         job = self.read_job(request, given, options)
         if job.inputs:
             self._add_job(request, sender, job, returns_info=returns_info)
-        else:
-            info = self._info() if returns_info else {}
-            self.respond_later(sender, self._empty_outputs(job) | info)
+            return
+        outputs = self._empty_outputs(job)
+        if returns_info:
+            outputs = outputs | self._info()
+        self.respond_later(sender, outputs)
 
     def _check_num_requests(self) -> None:
         """Raise a CapacityError if the number of requests has reached the setting max_requests."""

@@ -69,11 +69,10 @@ def serve_worker(make: MakeEngine) -> NoReturn:
             slow operations.
     """
 
-    # `serve` receives the settings from the parent process, and calls `load` once with these
-    # settings. `send` sends a message to the parent process.
     def load(
         settings: dict[str, Any], send: Send, progress: Callable[[str], None]
     ) -> WorkerService:
+        """Build the engine with the settings that `serve` has received from the parent process."""
         engine = make(PoolingConfig(**settings), progress)
         return WorkerService(engine, send)
 

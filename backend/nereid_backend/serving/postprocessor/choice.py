@@ -225,7 +225,9 @@ class Choice:
             return False
         if self._unsent.text or self._unsent.logprobs:
             return True
-        return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
+        # The context contains the token ids of the prompt only if the request asks for token ids.
+        returns_token_ids = self.context.prompt_token_ids is not None
+        return returns_token_ids and bool(self._unsent.token_ids)
 
     def _add_text_of_tokens(self, token_ids: list[int]) -> int:
         """Add the text of `token_ids`. Ignore the tokens after the first stop string.

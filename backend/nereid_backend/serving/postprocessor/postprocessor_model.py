@@ -167,7 +167,8 @@ class PostprocessorModel:
     def _end_stream(self, state: StepState, choices: Choices) -> None:
         """Remove a stream from the open streams, and record a span for the stream.
 
-        `state` is the last step of the stream.
+        `state` is the last step of the stream. It contains the slot by which `_streams` finds the
+        stream.
         """
         self._streams.remove(state)
         self._tracing.record(

@@ -414,7 +414,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         If no process of the model is left, `nereid serve` restarts the server.
         """
         if all(other.has_given_up for other in self.processes):
-            # `outage` is the error message that clients get from now on. It contains the reason.
+            # `nereid serve` recognises the line by its prefix. `outage` is the error message that
+            # clients get from now on. It contains the reason.
             triton_api.progress(f"{_RESTART_PREFIX}{self.log_prefix}{self.outage}")
         else:
             triton_api.progress(

@@ -3,6 +3,7 @@
 
 import itertools
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -56,26 +57,41 @@ def _with_ids_of_calls(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any
     """Add an id to each tool call that has none, and to the result of such a call.
 
     Some chat templates fail without ids, but OpenAI's older field function_call and clients of
-    other servers have none. A result without an id belongs to the first call without a result.
+    other servers have none. The results without an id belong to the calls without an id of the last
+    message with calls, in the order of these calls.
 
     Example: a call without an id in the second message, and the next result, get "call_1_0".
     """
-    unanswered: list[str] = []  # the new ids of the last message with calls, in reverse order
+    ids_for_results: deque[str] = deque()  # the added ids whose calls have no result yet
     completed = []
     for index, message in enumerate(messages):
         if message.get("tool_calls"):
-            new_ids = [f"call_{index}_{at}" for at, _ in enumerate(message["tool_calls"])]
-            calls = [
-                call if call.get("id") else {**call, "id": new_id}
-                for call, new_id in zip(message["tool_calls"], new_ids, strict=True)
-            ]
-            unanswered = [call["id"] for call in reversed(calls) if call["id"] in new_ids]
+            calls, added_ids = _add_call_ids(message["tool_calls"], index)
+            ids_for_results = deque(added_ids)
             message = {**message, "tool_calls": calls}
         is_result = message["role"] in ("tool", "function")
-        if is_result and not message.get("tool_call_id") and unanswered:
-            message = {**message, "tool_call_id": unanswered.pop()}
+        if is_result and not message.get("tool_call_id") and ids_for_results:
+            message = {**message, "tool_call_id": ids_for_results.popleft()}
         completed.append(message)
     return completed
+
+
+def _add_call_ids(
+    calls: Iterable[dict[str, Any]], message_index: int
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the calls of a message with an id for each call, and the list of the added ids.
+
+    >>> _add_call_ids([{"id": "a"}, {"name": "f"}], message_index=3)
+    ([{'id': 'a'}, {'name': 'f', 'id': 'call_3_1'}], ['call_3_1'])
+    """
+    completed_calls = []
+    added_ids = []
+    for call_index, call in enumerate(calls):
+        if not call.get("id"):
+            call = {**call, "id": f"call_{message_index}_{call_index}"}
+            added_ids.append(call["id"])
+        completed_calls.append(call)
+    return completed_calls, added_ids
 
 
 def _with_results_in_order(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -296,7 +312,10 @@ def _text_field(part: dict[str, Any]) -> str | None:
 def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
     """Return the error for a content part that has no text.
 
-    The message contains the reason if the server knows the type of the part, such as "file".
+    There are three cases:
+    - The server knows the type of the part, such as "file", but refuses this type.
+    - The part has a type with text, such as "text", but its text is not a string.
+    - The type is unknown or missing.
     """
     item_has_part = f"messages: item {index} has a content part"
     type_and_reason = refused_part(part)
@@ -310,10 +329,10 @@ def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
             f"{item_has_part} of type {shown(part_type)} whose field {text_field} must be a "
             f"string, but the request has {shown(part.get(text_field))}."
         )
-    of_type = "without the field type" if part_type is None else f"of type {shown(part_type)}"
+    with_type = "without the field type" if part_type is None else f"of type {shown(part_type)}"
     return RequestError(
-        f"{item_has_part} {of_type}, but this server supports only parts with text, images, videos "
-        f"or audio. {_EXAMPLE_OF_PART}"
+        f"{item_has_part} {with_type}, but this server supports only parts with text, images, "
+        f"videos or audio. {_EXAMPLE_OF_PART}"
     )
 
 

@@ -111,21 +111,31 @@ def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - 
 
     Example: `{"type": "text"}` returns None, because the output is not constrained.
     """
-    kind = value.get("type") if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping) or kind not in _FORMAT_TYPES:
-        raise RequestError(
-            f"response_format: type must be one of {', '.join(_FORMAT_TYPES)}, but the request has "
-            f"{shown(kind)}."
-        )
-    if kind == "text":
+    if not isinstance(value, Mapping):
+        raise _wrong_type_error(value)
+    format_type = value.get("type")
+    if format_type not in _FORMAT_TYPES:
+        raise _wrong_type_error(format_type)
+    if format_type == "text":
         return None
-    if kind == "json_object":
+    if format_type == "json_object":
         return OutputFormat("response_format", _json_object_form(value))
-    if kind == "json_schema":
+    if format_type == "json_schema":
         return OutputFormat("response_format", _json_schema_form(value))
     # The only remaining type is "structural_tag". The engine reads this format directly, so it is
     # not converted.
     return OutputFormat("response_format", value)
+
+
+def _wrong_type_error(value: object) -> RequestError:
+    """Return the error for a `response_format` without a known type.
+
+    `value` is the type, or the whole `response_format` if it is not an object.
+    """
+    return RequestError(
+        f"response_format: type must be one of {', '.join(_FORMAT_TYPES)}, but the request has "
+        f"{shown(value)}."
+    )
 
 
 def _json_object_form(value: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -52,10 +52,15 @@ class Prompt:
 def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of the checkpoint in the folder `model`.
 
-    Code of the checkpoint is not run.
+    Code of the checkpoint is not run. transformers chooses the class of the tokenizer, and
+    `apply_tokenizer_file` then corrects the rules that the class has ignored in tokenizer.json.
+
+    The chat template comes from a JSON file of the processor, if `_read_json_template` finds one
+    there. Otherwise, it is the template that transformers has loaded with the tokenizer.
 
     Raises:
-        ModelError: the folder is missing, or its tokenizer cannot be read.
+        ModelError: the folder is missing, its tokenizer cannot be read, or a chat template has a
+            wrong type.
     """
     tokenizer_class = _import_tokenizer_class()
     folder = Path(model)

@@ -138,6 +138,7 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
         case "grammar":
             return grammar_spec(node["grammar"], after=after)
         case "choice":
+            # The engine compiles the list of choices. `node` describes the choices in another way.
             return GrammarSpec("choice", _to_json(output.form["choice"]), after)
     raise AssertionError(f"{form_type} is not a type of an output format")
 

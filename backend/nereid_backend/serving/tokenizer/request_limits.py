@@ -238,11 +238,13 @@ class RequestLimits:
 
         Args:
             beginning: the beginning of the message, which gives the size of the prompt.
-            min_tokens: an estimate of the number of tokens that is never too high.
+            min_tokens: a lower bound of the number of tokens.
             remedy: the end of the message.
         """
-        # The estimate can be too low, but the caller knows that the prompt exceeds the limit.
-        num_tokens = max(min_tokens, self.max_model_len + 1)
+        # The caller knows that the prompt exceeds the limit, so it has at least this many tokens.
+        # `min_tokens` can be a weaker lower bound.
+        num_over_limit = self.max_model_len + 1
+        num_tokens = max(min_tokens, num_over_limit)
         return RequestError(
             f"{beginning}, which need at least {num_tokens} tokens; the limit is "
             f"{self.max_model_len} (max_model_len). {remedy}"

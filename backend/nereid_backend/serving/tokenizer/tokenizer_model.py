@@ -188,7 +188,9 @@ class TokenizerModel:
         """Validate a request, and build its prompt, its grammar and its sampling parameters."""
         limits = self._prompt_builder.limits
         body = json_object(request, tensor_names.CHAT_REQUEST, limits)  # None for a completion
-        # In a chat, this call also replaces each image in `body` by a placeholder.
+        is_chat = body is not None
+        # In a chat, this call also replaces each image in `body` by a placeholder. `build` and
+        # `read_tools` then read the changed `body`.
         images = self._request_prompts.take_images(request, body)
         fields = sampling_fields(request, body, limits)
         prompt = self._request_prompts.build(request, body, fields, images)
@@ -200,14 +202,15 @@ class TokenizerModel:
         else:
             tools = read_tools(body)
             grammar = build_chat_grammar(fields, self._format, prompt_tail(prompt), tools)
-        # The grammar of a completion applies from the first token. It leaves no room for reasoning.
-        may_reason = body is not None or grammar.spec is None
+        # The grammar of a completion applies from the first token, so the output cannot contain
+        # reasoning.
+        may_reason = is_chat or grammar.spec is None
         thinking = self._thinking_spec(thinking_budget, prompt) if may_reason else None
         params, options = read_sampling(
-            _with_requested_logprobs(fields, output_names, is_chat=body is not None),
+            _with_requested_logprobs(fields, output_names, is_chat=is_chat),
             self._defaults,
             encode=self._prompt_builder.encode,
-            is_chat=body is not None,
+            is_chat=is_chat,
             grammar=grammar.spec,
             thinking=thinking,
         )

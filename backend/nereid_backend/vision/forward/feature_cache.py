@@ -51,11 +51,13 @@ class FeatureCache:
         self._features: OrderedDict[_Key, Any] = OrderedDict()
         # The total size of the stored features.
         self._num_bytes = 0
-        # The hash of the images for which the model is run; None if the cache is not in use.
+        # The digest of the images that the model is processing, and the number of encoder calls for
+        # these images so far. They are the key of the next features. Outside `used_for`, the digest
+        # is None, and the cache is not used.
         self._digest: bytes | None = None
-        # The number of encoder calls since the model began to process these images.
         self._num_calls = 0
-        # Whether an encoder is running. The methods that it calls do not use the cache.
+        # Whether an encoder is running. If the encoder calls another cached method, this inner call
+        # does not use the cache.
         self._is_encoding = False
 
     def install(self, model: Module) -> None:

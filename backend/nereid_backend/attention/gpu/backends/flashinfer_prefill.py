@@ -55,20 +55,27 @@ class FlashInferPrefill:
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
         """Compute all prefills of a step in one call; see `AttentionBackend.attend`."""
-        spec = inputs.call.spec
-        # `shared` contains values that are computed once per step. A FlashInfer wrapper stores the
-        # metadata of the step for all layers with an equal `spec`. The first of these layers adds
-        # the wrapper to `shared`.
-        shared = inputs.rows.shared
-        wrapper = shared.get(("flashinfer", spec))
-        if wrapper is None:
-            wrapper = self._plan(inputs)
-            shared["flashinfer", spec] = wrapper
+        wrapper = self._wrapper_of_step(inputs)
         # The new tokens of the prefills are contiguous, because the prefills follow one another.
         prefills = inputs.batch.prefills
         tokens = slice(prefills[0].start, prefills[-1].end)
         query = inputs.query[:, tokens].transpose(0, 1).contiguous()
         out[tokens] = wrapper.run(query, (inputs.call.keys, inputs.call.values))
+
+    def _wrapper_of_step(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
+        """Return the FlashInfer wrapper that contains the metadata of the step for a layer.
+
+        All layers with an equal `spec` need the same metadata, so only the first of these layers
+        computes it. The other layers find the wrapper in `shared`, a dict that is empty at the
+        start of each step.
+        """
+        shared = inputs.rows.shared
+        key = ("flashinfer", inputs.call.spec)  # other backends use other keys
+        wrapper = shared.get(key)
+        if wrapper is None:
+            wrapper = self._plan(inputs)
+            shared[key] = wrapper
+        return wrapper
 
     def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
         """Store the step's metadata in the FlashInfer wrapper of a layer, and return the wrapper.

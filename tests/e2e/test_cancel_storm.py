@@ -58,6 +58,7 @@ def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_
         assert watch.totals["requests_disconnected_total"] > 0
 
 
+@pytest.mark.long
 def test_known_answers_survive_clients_that_leave_at_any_moment(tmp_path):
     storm, _ = run_storm(
         cancel_storm_requests.scripted(random.Random(SEED), variety=3, folder=tmp_path)

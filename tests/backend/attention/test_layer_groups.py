@@ -85,7 +85,17 @@ def make_prompts() -> list[list[int]]:
 PROMPTS = make_prompts()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# The layers of the families in `make test` have sliding windows (gemma3) and chunks (llama4).
+# `make test-long` tests the other families, too.
+FAMILY_PARAMS = [
+    "gemma3",
+    "llama4",
+    pytest.param("gpt_oss", marks=pytest.mark.long),
+    pytest.param("cohere2", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILY_PARAMS)
 def model(request, tmp_path_factory):
     """The folder of a tiny checkpoint, and the greedy tokens of transformers for each prompt."""
     folder = FAMILIES[request.param].save(tmp_path_factory.mktemp(request.param))

@@ -17,8 +17,8 @@ from nereid_backend import Embedder, RequestError, Reranker
 from nereid_backend.vision.load_processor import load_processor
 from transformers import AutoConfig
 
-# One vision-language type of each of three families.
-TYPES = ("qwen2_vl", "qwen3_vl", "llava")
+# One vision-language type of each of three families. `make test-long` tests all of them.
+TYPES = ("qwen3_vl", "llava", pytest.param("qwen2_vl", marks=pytest.mark.long))
 TEXTS = ["a page about birds", "b", "what is in this picture?"]
 
 

@@ -37,8 +37,8 @@ _MODEL_SETTINGS = (
 )
 
 
-def settings_of_mistral(folder: Path) -> dict[str, Any]:
-    """Return the settings that a tokenizer of Mistral needs, but that its files do not contain.
+def settings_for_tekken(folder: Path) -> dict[str, Any]:
+    """Return the settings that a tokenizer with tekken.json needs, but its files do not contain.
 
     Some checkpoints of Mistral have only tekken.json, the vocabulary. The library mistral_common,
     which defines this format, adds a BOS token to each text. Other checkpoints of Mistral also have

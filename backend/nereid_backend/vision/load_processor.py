@@ -20,7 +20,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from nereid_backend.core.image_inputs import KINDS
 from nereid_backend.errors import ModelError, first_line
-from nereid_backend.tokenizer_file import apply_tokenizer_file, settings_of_mistral
+from nereid_backend.tokenizer_file import apply_tokenizer_file, settings_for_tekken
 from nereid_backend.vision.torchvision_operators import declare_operators
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -87,7 +87,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 def _correct_tokenizer(tokenizer: Any, folder: Path) -> None:  # noqa: ANN401 - transformers'
     """Change the tokenizer of a processor so that texts get the same tokens as without media."""
     apply_tokenizer_file(tokenizer, folder)
-    settings = settings_of_mistral(folder)
+    settings = settings_for_tekken(folder)
     if settings:
         corrected = _from_pretrained(AutoTokenizer, folder, **settings)
         tokenizer.backend_tokenizer.pre_tokenizer = corrected.backend_tokenizer.pre_tokenizer

@@ -21,7 +21,7 @@ from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
     describe_tokenizer_error,
 )
-from nereid_backend.tokenizer_file import apply_tokenizer_file, settings_of_mistral
+from nereid_backend.tokenizer_file import apply_tokenizer_file, settings_for_tekken
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
             model,
             local_files_only=True,
             trust_remote_code=False,
-            **settings_of_mistral(folder),
+            **settings_for_tekken(folder),
         )
         apply_tokenizer_file(tokenizer, folder)
     except Exception as error:

@@ -81,7 +81,7 @@ def apply_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> 
 
 
 def _apply_model_settings(backend: Any, settings: dict[str, Any], path: Path) -> None:  # noqa: ANN401 - see Args
-    """Set the settings of a tokenizer's model, which divides words into tokens, as in the file.
+    """Copy the settings of the model in a tokenizer.json to the model of a tokenizer.
 
     Args:
         backend: the `tokenizers.Tokenizer`, which is changed.
@@ -102,7 +102,7 @@ def _apply_model_settings(backend: Any, settings: dict[str, Any], path: Path) ->
 
 
 def _tokenizer_without_vocabulary(content: dict[str, Any]) -> Any:  # noqa: ANN401 - a `tokenizers.Tokenizer`
-    """Return a tokenizer with the rules of a tokenizer.json, whose vocabulary is empty.
+    """Return a tokenizer that has the rules of a tokenizer.json, but an empty vocabulary.
 
     Without the vocabulary, which can have 250,000 tokens, the tokenizer is created quickly.
     """
@@ -141,7 +141,7 @@ def _rules_to_replace(backend: Any, file: Any, settings: dict[str, Any]) -> list
         if _content_of_rule(getattr(backend, name)) != _content_of_rule(getattr(file, name))
     ]
     # For the setting add_prefix_space, a class without byte-level rules, such as that of Llama 2,
-    # creates other rules than the file. These rules are right.
+    # creates other rules than the file. The rules of the class are right.
     has_prefix_setting = settings.get("add_prefix_space") is not None
     is_byte_level = any(_is_byte_level(rules.pre_tokenizer) for rules in (backend, file))
     if has_prefix_setting and not is_byte_level:

@@ -273,7 +273,8 @@ def test_a_draft_model_with_another_vocabulary_is_refused(checkpoint, small_voca
 def test_a_draft_model_that_does_not_exist_is_refused(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match=r"draft_model: .* is not a folder with a file config"):
         open_engine(checkpoint("llama"), draft_model=str(tmp_path / "missing"))
-    # The system refuses a long path in the same way as a path without permission, also for root.
+    # This test also runs as root, who may read every file. The path is therefore too long, which
+    # the system refuses in the same way as a path that a user may not read.
     with pytest.raises(ConfigError, match=r"draft_model: .* cannot be read \(File name too long\)"):
         open_engine(checkpoint("llama"), draft_model="/" + "a" * 300)
 

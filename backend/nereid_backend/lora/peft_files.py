@@ -112,8 +112,8 @@ def _read(file: Path, max_file_bytes: int, *, lora_memory: int) -> bytes:
         if size <= max_file_bytes:
             return file.read_bytes()
     except OSError as error:
-        # After another error, such as a lack of permission, the search for a hint would access the
-        # same folder, and pathlib would raise the same error again.
+        # For other errors, such as a lack of permission, there is no hint: the search for one would
+        # access the same folder, and pathlib would raise the same error again.
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         hint = _missing_file_hint(file) if is_missing else ""
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error

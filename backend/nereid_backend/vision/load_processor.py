@@ -85,7 +85,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 
 
 def _correct_tokenizer(tokenizer: Any, folder: Path) -> None:  # noqa: ANN401 - transformers'
-    """Change the tokenizer of a processor so that texts get the same tokens as without media."""
+    """Change a processor's tokenizer, so that media do not change the tokens of the text."""
     apply_tokenizer_file(tokenizer, folder)
     settings = settings_for_tekken(folder)
     if settings:

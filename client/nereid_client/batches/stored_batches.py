@@ -168,7 +168,7 @@ class BatchStore:
                 "until a batch has ended, or cancel one.",
                 limit="max_stored_files",
             )
-        # `max` returns the first, oldest batch if several batches have the same owner.
+        # If several batches have the same owner, `max` returns the first one, which is the oldest.
         oldest = max(ended, key=lambda batch: num_of_owner[batch.owner])
         shutil.rmtree(self.folder(oldest.id), ignore_errors=True)
 

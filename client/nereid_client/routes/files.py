@@ -96,7 +96,7 @@ async def find_file(request: Request, file_id: str, param: str) -> StoredFile:
 
 
 class _FileContent(FileResponse):
-    """A response with the bytes of a file, whose errors have the format of OpenAI's API."""
+    """A response with the bytes of a file. Its errors have the format of OpenAI's API."""
 
     @classmethod
     def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:

@@ -55,8 +55,8 @@ def _open_file(path: Path) -> IO[str]:
 def _keep_earlier_log(path: Path) -> None:
     """Rename the log of the earlier server. Example: serve.log becomes serve.log.old.
 
-    systemd and Docker restart a server that has failed at once, and the reason of the failure is in
-    the log of the earlier server. If the log cannot be renamed, it is overwritten.
+    After a failure, systemd and Docker restart the server at once, and the reason for the failure
+    is in the log of the earlier server. If the log cannot be renamed, it is overwritten.
     """
     if path.is_file() and not path.is_symlink():  # not a device or a pipe
         with contextlib.suppress(OSError):

@@ -102,7 +102,7 @@ class CompiledCall:
 
     @lru_cache(maxsize=256)  # noqa: B019  # A program has few formats, and keeps all of them.
     def for_name(self, name: str) -> CompiledCall:
-        """Return the compiled calls of one function, whose closing marker may contain its name.
+        """Return the compiled calls of one function, whose name a closing marker may contain.
 
         Example: for the closing marker `</{name}>`, a call of the function `f` ends at `</f>`.
         """

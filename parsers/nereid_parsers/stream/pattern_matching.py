@@ -362,11 +362,11 @@ def _regex_before_whitespace(excluded_chars: str, next_literal: str) -> re.Patte
     """Return the regex of a field before a literal that starts with white space, such as ` type="`.
 
     The text of the field may contain white space, so white space alone does not end the text. The
-    text ends before white space that the first word of the literal follows. Example: in
-    `first name type="string"`, the regex matches `first name`, because `type` follows. One or two
-    white-space characters are accepted before `type`, because some models write one too many. If
-    the literal has no word, as in `--city "Paris"` or `--days 3`, the text of the field contains no
-    white space.
+    text ends before white space if the first word of the literal follows this white space. Example:
+    in `first name type="string"`, the regex matches `first name`, because `type` follows. One or
+    two white-space characters are accepted before `type`, because some models write one too many.
+    If the literal has no word, as in `--city "Paris"` or `--days 3`, the text of the field contains
+    no white space.
 
     `excluded_chars` are the characters that the field cannot contain, in the syntax of a regex
     character class, for example `<>`.

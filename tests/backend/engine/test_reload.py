@@ -79,7 +79,8 @@ def test_a_refused_checkpoint_leaves_the_old_weights(tmp_path):
         engine.reload(str(tmp_path / "broken"))
     with pytest.raises(RequestError, match="is not a folder"):
         engine.reload(str(tmp_path / "none"))
-    # The system refuses a long path in the same way as a path without permission, also for root.
+    # This test also runs as root, who may read every file. The path is therefore too long, which
+    # the system refuses in the same way as a path that a user may not read.
     with pytest.raises(RequestError, match=r"^path: the checkpoint cannot be read \(.*too long"):
         engine.reload("/" + "a" * 300)
 

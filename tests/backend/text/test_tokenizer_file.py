@@ -34,7 +34,7 @@ def digits_first() -> Tokenizer:
 
 
 def compatible_characters() -> Tokenizer:
-    """Return a tokenizer that replaces a no-break space by a space, as that of DeBERTa v3."""
+    """Return a tokenizer that replaces a no-break space by a space, like the one of DeBERTa v3."""
     tokenizer = Tokenizer.from_str(unigram().to_str())
     spaces = normalizers.Replace(Regex(" {2,}"), " ")
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), spaces])
@@ -42,7 +42,7 @@ def compatible_characters() -> Tokenizer:
 
 
 def word_pieces(*, lowercase: bool) -> Tokenizer:
-    """Return a tokenizer that divides words, as that of BERT."""
+    """Return a tokenizer that divides words into pieces, like the one of BERT."""
     words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "The", "the", "quick"]
     ids = {word: token_id for token_id, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
@@ -94,7 +94,7 @@ def test_special_tokens_are_added_as_in_tokenizer_json(tmp_path):
 
 
 @pytest.mark.parametrize("lowercase", [False, True])
-def test_the_lower_case_of_berts_class_has_priority(lowercase, tmp_path):
+def test_the_setting_for_lower_case_of_the_tokenizer_class_has_priority(lowercase, tmp_path):
     save(word_pieces(lowercase=True), tmp_path, "BertTokenizer", "bert", do_lower_case=lowercase)
     tokens = load_tokenizer(str(tmp_path)).tokenize("The quick")
     assert tokens == (["the", "quick"] if lowercase else ["The", "quick"])
@@ -140,7 +140,7 @@ def words_of(tokenizer, text):
     return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
-def test_words_have_the_pattern_of_tekken_json_with_checkpoints_of_mistral(tmp_path):
+def test_the_pattern_of_tekken_json_divides_texts_into_words(tmp_path):
     save_mistral(tmp_path)
     # The pattern of tekken.json splits a word before a capital letter that follows a small letter.
     assert words_of(load_tokenizer(str(tmp_path)), "aBc") == ["a", "Bc"]

@@ -99,7 +99,8 @@ def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, signal_numbe
 
 def test_a_stub_with_a_thread_that_has_not_ended_is_not_dead():
     # While the kernel frees the memory of a stub that the server unloads, only the main thread is a
-    # zombie. On a busy machine, this takes longer than the time after which a zombie is dead.
+    # zombie. On a busy machine, this takes longer than the time after which the supervisor treats a
+    # zombie as ended.
     end_main_thread = (
         "import ctypes, threading, time\n"
         "open('/proc/self/comm', 'w').write('triton_python_backend_stub')\n"

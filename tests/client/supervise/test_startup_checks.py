@@ -44,7 +44,8 @@ def test_the_message_about_a_missing_checkpoint_names_the_download_command(tmp_p
 
 @pytest.mark.parametrize("flag", ["--model", "--model-repository", "--tritonserver"])
 def test_a_path_that_cannot_be_read_is_named(capsys, flag):
-    # The system refuses a long path in the same way as a path without permission, also for root.
+    # This test also runs as root, who may read every file. The path is therefore too long, which
+    # the system refuses in the same way as a path that a user may not read.
     path = "/" + "a" * 300
     assert main(["serve", flag, path]) == 2
     error = capsys.readouterr().err

@@ -109,7 +109,8 @@ def test_a_missing_path_is_an_error(tmp_path):
 
 
 def test_a_path_that_cannot_be_read_is_named():
-    # The system refuses a long path in the same way as a path without permission, also for root.
+    # This test also runs as root, who may read every file. The path is therefore too long, which
+    # the system refuses in the same way as a path that a user may not read.
     path = "/" + "a" * 300
     with pytest.raises(FormatError, match=rf"^{path} cannot be read \(File name too long\)"):
         run(path)

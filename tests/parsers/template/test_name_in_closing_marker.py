@@ -24,7 +24,8 @@ ARGUMENTS = (
 def format_of(call):
     """Return the format of a template that writes tool calls as in `call`.
 
-    In `call`, NAME is the name of the function, JSON its arguments as JSON, and TAGS as tags.
+    In `call`, NAME stands for the name of the function. JSON stands for its arguments in JSON, and
+    TAGS stands for its arguments between tags.
     """
     call = call.replace("NAME", "{{ c.function.name }}").replace("TAGS", ARGUMENTS)
     call = call.replace("JSON", "{{ c.function.arguments | tojson }}")
@@ -89,7 +90,7 @@ def test_tags_that_name_no_offered_function_are_content(text, size):
     assert not message.tool_calls
 
 
-def test_content_that_is_no_call_is_allowed_beside_strict_tools():
+def test_strict_tools_allow_content_without_a_call():
     fmt = analysis_of("name_tags").format
     strict_tool = tool("save", text="string")
     strict_tool["function"]["strict"] = True

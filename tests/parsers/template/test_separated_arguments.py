@@ -20,7 +20,8 @@ def format_of(call, argument):
     """Return the format of a template that writes tool calls as in `call`.
 
     In `call`, NAME is the name of the function, and ARGUMENTS are its arguments. Each argument is
-    written as in `argument`, which contains KEY, and TEXT for a plain string or JSON for JSON.
+    written as in `argument`. There, KEY stands for the key. TEXT stands for a value whose strings
+    have no quotes, and JSON stands for a value in JSON.
     """
     values = {
         "KEY": "{{ k }}",
@@ -104,7 +105,7 @@ def test_only_the_name_of_another_argument_ends_a_value(value):
     assert_parsed(fmt, text, [("f", {"a": value, "n": 3}), ("now", {})])
 
 
-def test_a_call_that_the_message_cuts_off_has_no_closed_arguments():
+def test_a_call_at_which_the_message_ends_early_has_no_closed_arguments():
     fmt = analysis_of("argument_tokens").format
     message = parse("<|call|>f<|key|>n<|value|>3<|key|>a<|value|>Par", format=fmt, tools=TOOLS)
     assert message.tool_calls[0].arguments == '{"n": 3, "a": "Par'

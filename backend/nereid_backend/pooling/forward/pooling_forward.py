@@ -225,9 +225,10 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
 
 
 class _BaseOutput(BaseModelOutputWithPoolingAndCrossAttentions):
-    """An output of a base model that contains only token vectors.
+    """An output of a base model. Only its field with the token vectors has a value.
 
-    Any other field is None. Example: the head of Longformer reads `global_attentions`.
+    The other fields are None. A head may read such a field. Example: the head of Longformer reads
+    `global_attentions`.
     """
 
     def __getattr__(self, name: str) -> None:

@@ -54,7 +54,7 @@ class _Format(Enum):
     renders no system message."""
 
 
-# The variables of the chat template, except for the format ROLES.
+# The variables of the chat template for all formats other than ROLES.
 _USER_MESSAGE_VARIABLES = {"add_generation_prompt": True, "enable_thinking": False}
 
 
@@ -82,8 +82,8 @@ class GenerativeReranker:
         Args:
             tokenizer: the tokenizer of the checkpoint, with its chat template.
             answer_tokens: the token ids of "yes" and "no" in the files of a checkpoint for
-                sentence-transformers. None means another checkpoint, whose ids are looked up in
-                the vocabulary.
+                sentence-transformers. None if the checkpoint is not for sentence-transformers. The
+                ids are then looked up in the vocabulary.
             template_kwargs: the variables of the chat template.
             has_parts: whether the checkpoint is a vision-language model, whose template expects a
                 list of parts as the content of a message. Templates of other models can expect such
@@ -160,9 +160,9 @@ class GenerativeReranker:
         """Return whether the template is made for messages with the roles "query" and "document".
 
         Many templates render any role name, although they were not written for queries and
-        documents. Such a template renders an unknown role in the same way as the roles "query" and
-        "document". Unless the checkpoint is for sentence-transformers, such a template does not
-        support the roles.
+        documents. These templates render an unknown role in the same way as the roles "query" and
+        "document", and the result is False for them. If the checkpoint is for
+        sentence-transformers, the unknown role is not tried.
         """
         messages = _role_messages(_ROLES, _QUERY_PROBE, _DOCUMENT_PROBE, None)
         if not self._renders(messages, self._template_kwargs, (_QUERY_PROBE, _DOCUMENT_PROBE)):
@@ -257,14 +257,14 @@ class GenerativeReranker:
         """Return the messages and the variables from which the chat template builds the prompt.
 
         If the template supports the roles "query" and "document", the variables are those in the
-        checkpoint's files. Example: the query "a" and the document "b" return the messages
+        checkpoint's files. Example: for the query "a" and the document "b", the messages are
         [{"role": "query", "content": "a"}, {"role": "document", "content": "b"}]. An instruction
         becomes a system message before these messages. The last message ends with the document.
 
-        Otherwise, a system message contains the task, and one user message contains the
-        instruction, the query and the document. If the template renders no system message, the user
-        message begins with the task. The variables are {"add_generation_prompt": True,
-        "enable_thinking": False}.
+        If the template does not support the roles, a system message contains the task, and one user
+        message contains the instruction, the query and the document. If the template renders no
+        system message, the user message begins with the task. The variables are
+        {"add_generation_prompt": True, "enable_thinking": False}.
         """
         if self._format is _Format.ROLES:
             return _role_messages(_ROLES, query, document, instruction), self._template_kwargs

@@ -163,7 +163,7 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
     is_generative_reranker = spec.task == "rerank" and spec.architecture.endswith(GENERATIVE)
     if settings_require_messages and not takes_messages and not is_generative_reranker:
         raise UnsupportedModelError(
-            f"{spec.folder}: the settings file of sentence-transformers has the entry message in "
+            f"{spec.folder}: the settings file of sentence-transformers has an entry 'message' in "
             "modality_config, so texts are rendered with the chat template. This is supported only "
             "for generative rerankers and vision-language models. If the model was trained without "
             "a chat template, remove the entry. Otherwise, use another checkpoint."

@@ -56,8 +56,8 @@ class CompiledTag:
         """Compile the regular expressions for one way to write a value, such as `<p={key}>..</p>`.
 
         `early_ends` are the markers that follow the value if its closing marker is missing. Example
-        for the early end `</call>`: both `a</p>` and `a</call>` have the value `a`. `is_json` is
-        true if the values are JSON, and a string would have quotes.
+        for the early end `</call>`: both `a</p>` and `a</call>` have the value `a`. `is_json`
+        states whether the values are JSON in which strings have quotes.
         """
         self.opening: Pattern = compile_opening_tag(declaration.open)
         # The declared white space between the opening tag and the value.

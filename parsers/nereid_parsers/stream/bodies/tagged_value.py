@@ -71,7 +71,7 @@ class TaggedValue:
         types: The JSON types that the value may have, or None if the types are not known.
         schema: The JSON schema of the value, or None.
         root: The JSON schema of all arguments, which contains the definitions.
-        pieces: The stored text of the value. Text that has been written is not stored.
+        pieces: The text of the value that has arrived and has not been passed on yet.
 
     If the value can only be JSON without quotes, such as an array, a scanner follows its brackets,
     so that a marker inside the array does not end the value.
@@ -137,7 +137,7 @@ class TaggedValue:
         return num_backslashes % 2 == 1
 
     def start_piece(self, pos: int) -> None:
-        """Start to search the end of the value in a text, whose part before `pos` is stored."""
+        """Start the search for the end of the value at `pos`. The text before `pos` is stored."""
         self._scan_pos = pos
 
     def is_inside_json(self, text: str, end: int) -> bool:
@@ -158,7 +158,7 @@ class TaggedValue:
             self._scan_to(text, end)
 
     def _is_json(self) -> bool:
-        """Return whether the value is JSON, and would have quotes if it were a string."""
+        """Return whether the value is JSON in which strings have quotes."""
         if not self.tag.is_closed_by_separator or self.tag.escapes:
             return False
         return self.tag.is_json or (self.types is not None and "string" not in self.types)

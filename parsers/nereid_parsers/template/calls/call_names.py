@@ -7,7 +7,7 @@ from nereid_parsers.template.conversation import FIRST_TOOL, FIRST_VALUE, SECOND
 
 
 def mask_repeated_names(texts: CallTexts) -> CallTexts:
-    """Replace each name after the arguments with `{name}`, as in `<f>{..}</{name}>` for `</f>`.
+    """Replace each name after the arguments: `<f>{..}</f>` becomes `<f>{..}</{name}>`.
 
     The parser replaces `{name}` in a declared closing marker with the name of the function. If the
     arguments precede the name, as in `{"arguments": {..}, "name": "f"}`, return `texts` unchanged.

@@ -54,9 +54,9 @@ _OBJECTS = words.split(
 _QUERY_VERBS = words.split(
     "get get get find fetch check show lookup read list query retrieve load see search"
 )
-# Templates of requests. `{o}` stands for the object of the tool, `{v}` for the verb of the tool,
-# and `{p}` for phrases that mention the values of the parameters. Example: `Get the {o}{p}.` can
-# become `Get the invoice with id 7.`
+# Templates of requests. Example: the tool get_invoice has the object "invoice", so the template
+# `Get the {o}{p}.` becomes `Get the invoice with id 7.` The field `{o}` is the object of the tool,
+# and `{v}` is its verb. The field `{p}` is a phrase with the value of each parameter.
 _QUERIES = (
     "What is the {o}{p}?",
     "What's the {o}{p}?",

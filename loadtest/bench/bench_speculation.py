@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def models(args: argparse.Namespace, folder: Path) -> tuple[Path, Path | None]:
-    """Return the folders of the target and of the draft model, and create them if necessary.
+    """Return the folders of the target model and the draft model. Create missing checkpoints.
 
     The option --train-draft takes precedence over --truncate, and --truncate over --draft-model.
     """

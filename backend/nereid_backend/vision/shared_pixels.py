@@ -154,7 +154,7 @@ def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an ima
 
 
 def _covers_all_pixels(array: "np.ndarray[Any, Any]", pixels: _SharedPixels) -> bool:
-    """Return whether the shape, data type and strides of an array are those of the whole image.
+    """Return whether an array has the shape, data type and strides of the whole image.
 
     The array begins at the first pixel. The first or the last dimension of the array contains the
     channels.

@@ -123,8 +123,8 @@ def _common_multiple(first: int, second: int) -> int:
     """Return the least common multiple of two values of `multipleOf`: 4 and 6 give 12.
 
     Raises:
-        CannotMergeError: A value has more than 64 bits. The least common multiple of many such
-            values could have so many digits that Python would refuse to write it as text.
+        CannotMergeError: A value has more than 64 bits. With many such values, the least common
+            multiple could become very long. Python writes no integer with more than 4,300 digits.
     """
     if max(abs(first), abs(second)) >= _LIMIT_OF_MULTIPLES:
         raise CannotMergeError("a value of multipleOf has more than 64 bits")

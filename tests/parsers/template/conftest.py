@@ -10,8 +10,9 @@ def checkpoint(tmp_path):
     """A function that writes the files of a checkpoint and returns the folder.
 
     Its argument `config` is the content of tokenizer_config.json. Each keyword argument is the
-    content of another file, in whose name "__" stands for "/" and "_DOT_" stands for ".".
-    Example: `chat_template_DOT_jinja="text"` writes "text" to the file chat_template.jinja.
+    content of another file. In the name of a keyword argument, "_DOT_" replaces "." and "__"
+    replaces "/". Example: `chat_template_DOT_jinja="text"` writes "text" to the file
+    chat_template.jinja.
     """
 
     def write(config=None, **files):

@@ -24,8 +24,8 @@ ARGUMENTS = (
 def format_of(call):
     """Return the format of a template that writes tool calls as in `call`.
 
-    In `call`, NAME stands for the name of the function. JSON stands for its arguments in JSON, and
-    TAGS stands for its arguments between tags.
+    The template replaces three words in `call`: NAME by the name of the function, JSON by the
+    arguments as a JSON object, and TAGS by one pair of tags for each argument.
     """
     call = call.replace("NAME", "{{ c.function.name }}").replace("TAGS", ARGUMENTS)
     call = call.replace("JSON", "{{ c.function.arguments | tojson }}")

@@ -19,9 +19,9 @@ MESSAGES = (
 def format_of(call, argument):
     """Return the format of a template that writes tool calls as in `call`.
 
-    In `call`, NAME is the name of the function, and ARGUMENTS are its arguments. Each argument is
-    written as in `argument`. There, KEY stands for the key. TEXT stands for a value whose strings
-    have no quotes, and JSON stands for a value in JSON.
+    The template replaces NAME in `call` by the name of the function, and ARGUMENTS by the text of
+    all arguments. For the text of one argument, the template replaces KEY in `argument` by the key
+    and JSON by the value as JSON. It replaces TEXT by the value without quotes around strings.
     """
     values = {
         "KEY": "{{ k }}",

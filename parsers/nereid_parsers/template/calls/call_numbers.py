@@ -73,10 +73,10 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
 
 
 def _index_of_next_digit(first: str, second: str) -> int | None:
-    """Return the index of the first characters that differ, if they are digits such as 0 and 1.
+    """Return the index of the first difference between two texts if a digit is higher by one there.
 
-    The digit in `second` must be greater by one than the digit in `first`. Return None if other
-    characters differ first, or if no characters differ.
+    Example: `first` contains 0 and `second` contains 1 at this index. Return None if the first
+    difference is another one, or if the texts are equal.
 
     >>> _index_of_next_digit(" index=0>", " index=1>")
     7

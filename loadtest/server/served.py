@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,15 +25,30 @@ _ERROR_PREFIX = "nereid serve: "
 # Flags of a server without embedding model and reranker, which starts in half the time.
 ALONE = ("--embedding-model=none", "--rerank-model=none")
 _LIBC = ctypes.CDLL(None)
+_LOWEST_PORT = 10_000
+_NUMBER_OF_PORTS = 22_768
+_FIRST_PORT = random.randrange(_NUMBER_OF_PORTS)
+# The ports that `free_ports` tries next. The iterator begins again after the last port.
+_PORTS = (_LOWEST_PORT + (_FIRST_PORT + index) % _NUMBER_OF_PORTS for index in itertools.count())
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` TCP ports of 127.0.0.1 on which no process listened a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [port for _, port in (listener.getsockname() for listener in sockets)]
-    for listener in sockets:
-        listener.close()
-    return ports
+    """Return `count` TCP ports of 127.0.0.1 on which no process listened a moment ago.
+
+    No port is returned twice soon: each process tries the ports from 10000 to 32767 in turn, and
+    begins at a random port. Linux by default gives outgoing connections only higher ports, so such
+    a connection cannot take a port before its server listens.
+    """
+    free = (port for port in _PORTS if _is_free(port))
+    return list(itertools.islice(free, count))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def error_message(output: str) -> str | None:

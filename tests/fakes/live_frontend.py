@@ -1,7 +1,6 @@
 """Runs the frontend with the echo model in a thread of the test's process, on a real socket."""
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +12,13 @@ from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import Settings
 
 from fakes.fake_backend import FakeBackend
+from loadtest.server.served import free_ports
 
 
 def free_port() -> int:
     """Return the number of a TCP port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    [port] = free_ports(1)
+    return port
 
 
 @contextmanager

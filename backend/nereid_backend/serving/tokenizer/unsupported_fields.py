@@ -128,12 +128,6 @@ _REFUSALS: dict[str, _Refusal] = {
 NAMES = tuple(_REFUSALS)
 
 
-def explain(name: str) -> str:
-    """Return a clause that says what to do about an unsupported field, or why it is unsupported."""
-    refusal = _REFUSALS[name]
-    return refusal.remedy or refusal.reason
-
-
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Raise a RequestError if a request has an unsupported field.
 

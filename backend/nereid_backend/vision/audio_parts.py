@@ -18,7 +18,8 @@ import numpy as np
 
 from nereid_backend.errors import RequestError
 from nereid_backend.request_field_checks import shown
-from nereid_backend.vision.read_image import ImageLimits, decode_base64
+from nereid_backend.vision.decode_image import ImageLimits
+from nereid_backend.vision.image_data_urls import decode_base64
 from nereid_backend.vision.read_wav import (
     Samples,
     check_duration,

@@ -19,6 +19,7 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import ModelError, RequestError, first_line
 from nereid_backend.tokenizer_file import apply_tokenizer_file
 from nereid_backend.vision.audio_parts import FoundAudio, read_audio
+from nereid_backend.vision.decode_image import ImageLimits
 from nereid_backend.vision.image_digest import TOKEN_TYPES, arguments_digest
 from nereid_backend.vision.load_processor import audio_processor, load_processor, refused_kinds
 from nereid_backend.vision.messages import (
@@ -30,7 +31,6 @@ from nereid_backend.vision.messages import (
     read_video,
     split_messages,
 )
-from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.refused_parts import refuse_kind
 
 logger = logging.getLogger(__name__)

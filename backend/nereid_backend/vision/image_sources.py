@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from nereid_backend.errors import ConfigError, ModelError, RequestError
-from nereid_backend.vision.read_image import ImageLimits
+from nereid_backend.vision.decode_image import ImageLimits
 
 if TYPE_CHECKING:
     import httpx2

@@ -271,14 +271,10 @@ def _load(folder: Path) -> Prepare:
         from nereid_backend.vision.chat_processor import ChatProcessor
 
     from nereid_backend.vision.audio_parts import is_audio_url, read_audio_url
+    from nereid_backend.vision.decode_image import ImageLimits
+    from nereid_backend.vision.image_data_urls import IMAGE_DATA_URL, decode_base64, decode_data_url
     from nereid_backend.vision.messages import FoundImage, FoundVideo, Medium, check_numbers
     from nereid_backend.vision.packed_tensors import pack_images
-    from nereid_backend.vision.read_image import (
-        IMAGE_DATA_URL,
-        ImageLimits,
-        decode_base64,
-        decode_data_url,
-    )
     from nereid_backend.vision.shared_pixels import share_pixels
     from nereid_backend.vision.video_frames import is_video_url, read_video_url
 

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from nereid_backend.errors import RequestError
 from nereid_backend.vision.audio_parts import FoundAudio, is_audio_part, read_audio_part
-from nereid_backend.vision.read_image import (
-    ImageLimits,
-    check_size,
-    decode_base64,
-    decode_data_url,
-    decode_image,
-)
+from nereid_backend.vision.decode_image import ImageLimits, check_size, decode_image
+from nereid_backend.vision.image_data_urls import decode_base64, decode_data_url
 from nereid_backend.vision.refused_parts import refused_part
 from nereid_backend.vision.video_frames import (
     VideoFrames,

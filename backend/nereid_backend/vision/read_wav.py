@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nereid_backend.errors import RequestError
-from nereid_backend.vision.read_image import ImageLimits
+from nereid_backend.vision.decode_image import ImageLimits
 
 Samples = np.ndarray[tuple[int], np.dtype[np.float32]]
 """The samples of one channel, numbers between -1 and 1."""

@@ -18,7 +18,8 @@ from typing import Any
 
 from nereid_backend.errors import RequestError
 from nereid_backend.request_field_checks import shown
-from nereid_backend.vision.read_image import IMAGE_DATA_URL, ImageLimits
+from nereid_backend.vision.decode_image import ImageLimits
+from nereid_backend.vision.image_data_urls import IMAGE_DATA_URL
 
 DEFAULT_FPS = 2.0
 """The number of frames per second if a client sends no `fps`."""

@@ -3,7 +3,8 @@
 A client uploads a file of requests. The frontend runs these requests with the lowest priority.
 
     stored_files.py    the files on disk
-    multipart.py       reads an upload
+    receive_upload.py  receives an uploaded file
+    multipart.py       parses the form with the file
     stored_batches.py  the batches on disk
     batch_lines.py     reads input files and writes result files
     line_requests.py   sends the request of one line to the frontend's own application

@@ -30,6 +30,7 @@ from nereid_client.several_models.model_variables import without_model_settings
 from nereid_client.several_models.models_file import adapter_names
 from nereid_client.several_models.serve_models import ServedModels
 from nereid_client.supervise import pooling_models, startup_checks
+from nereid_client.supervise.check_checkpoint import check_checkpoint
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.hang_detection import PROBES, Probe
 from nereid_client.supervise.restart_policy import RestartPolicy
@@ -176,7 +177,7 @@ class _OneLanguageModel:
         path = args.model or _environment_path("NEREID_MODEL")
         path = path or repository.parent / "demo" / "chat"
         self.path: Path = startup_checks.absolute_path(path, "--model")
-        startup_checks.check_checkpoint(self.path)
+        check_checkpoint(self.path)
         self.pooling_models = pooling_models.choose_pooling_models(args, repository)
         name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
         self.name: str = name or self.path.resolve().name

@@ -11,6 +11,7 @@ from nereid_client.cli.libpython import find_libpython
 from nereid_client.console import CliError
 from nereid_client.management_key import HEADER
 from nereid_client.supervise import startup_checks
+from nereid_client.supervise.check_checkpoint import unreadable
 from nereid_client.supervise.supervisor import SERVER_EXIT_TIMEOUT_S
 
 _FLAG_OF_ARGUMENT = {
@@ -133,7 +134,7 @@ def _check_executable(given: Path) -> None:
     try:
         is_file = given.is_file()
     except OSError as error:
-        raise startup_checks.unreadable("--tritonserver", error) from None
+        raise unreadable("--tritonserver", error) from None
     if not (is_file and os.access(given, os.X_OK)):
         raise CliError(
             f"--tritonserver: {given} is not an executable file. Give the path of the program "

@@ -19,6 +19,7 @@ from nereid_client.several_models.model_variables import (
 from nereid_client.several_models.models_file import ModelSpec, read_models_file
 from nereid_client.several_models.repository import write_repository
 from nereid_client.supervise import startup_checks
+from nereid_client.supervise.check_checkpoint import check_checkpoint
 from nereid_client.supervise.hang_detection import PROBES, Probe
 from nereid_client.supervise.pooling_models import PoolingModel
 
@@ -48,7 +49,7 @@ class ServedModels:
             raise CliError(str(error)) from None
         for spec in models.specs:
             table = f"--config: [{spec.name}] in {file}"
-            startup_checks.check_checkpoint(spec.path, source=table)
+            check_checkpoint(spec.path, source=table)
         language_models = [spec for spec in models.specs if spec.kind == "llm"]
         default = language_models[0]  # `read_models_file` requires at least one language model
         self.specs = models.specs

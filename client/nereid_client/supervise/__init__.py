@@ -1,6 +1,7 @@
 """Supervision of the two programs that `nereid serve` runs: a Triton server and the frontend.
 
-- startup_checks.py, weight_files.py: reject wrong settings and damaged checkpoints before the start
+- startup_checks.py: rejects wrong settings before the start
+- check_checkpoint.py, weight_files.py: reject damaged checkpoints before the start
 - supervisor.py: START HERE; starts, announces, restarts, drains and ends the programs
 - child_processes.py: starts a program, reads its output, and ends it with all its descendants
 - shared_memory.py: deletes the shared memory of Triton servers that were killed

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from nereid_client.console import CliError
 from nereid_client.supervise import startup_checks
+from nereid_client.supervise.check_checkpoint import check_checkpoint
 from nereid_client.supervise.frontend_client import Answer, FrontendClient
 
 NOT_SERVED = "none"
@@ -134,7 +135,7 @@ def _pooling_model(flag: str, checkpoint: str, repository: Path) -> PoolingModel
             f"{repository} does not have it"
         )
     path = startup_checks.absolute_path(checkpoint, flag)
-    startup_checks.check_checkpoint(path, source=flag)
+    check_checkpoint(path, source=flag)
     name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
     return PoolingModel(kind, path, name)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nereid_parsers.constraints.constrain_answer import report_unenforced
 from nereid_parsers.constraints.constrain_calls import section_node
 from nereid_parsers.constraints.constrain_messages import (
     final_messages,
@@ -40,6 +39,7 @@ from nereid_parsers.constraints.constrain_nodes import (
 from nereid_parsers.constraints.constrain_reasoning import ReasoningState, unclosed_reasoning_error
 from nereid_parsers.constraints.constrain_request import Request
 from nereid_parsers.constraints.constrain_text import text_with_calls
+from nereid_parsers.constraints.report_unenforced import report_unenforced
 from nereid_parsers.declarations import (
     FormatData,
     Messages,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nereid_parsers.constraints.constrain_nodes import Node, const, json_schema, one_of
 from nereid_parsers.constraints.enforceable_schema import rewrite_for_xgrammar
+from nereid_parsers.constraints.report_unenforced import report_keywords, report_unenforced
 from nereid_parsers.constraints.unenforced_keywords import (
-    unenforced_keywords,
     unenforced_keywords_of_answer,
 )
 from nereid_parsers.errors import ConstraintError, shorten
-
-log = logging.getLogger(__name__)
 
 # The types of grammar nodes (dicts) in xgrammar 0.2.8. A node with a type in `_LEAF_TYPES` contains
 # no other nodes. The two dicts below map each of the other types to a key. A node of such a type
@@ -33,10 +30,6 @@ _KEY_OF_NODE_LIST = {
     "tags_with_separator": "tags",
 }
 _NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_SINGLE_NODE, *_KEY_OF_NODE_LIST})
-# The maximum number of keywords that a warning or an error lists.
-_MAX_REPORTED = 16
-# The maximum number of characters in the description of one of these keywords.
-_MAX_REPORTED_CHARS = 200
 
 
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
@@ -81,62 +74,6 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     raise ConstraintError(
         "response_format: type must be text, json_object, json_schema, structural_tag, regex, "
         f"grammar or choice, but is {shorten(kind)}"
-    )
-
-
-def report_unenforced(schema: object, *, is_strict: bool, field: str) -> None:
-    """Log a warning if a schema has keywords that xgrammar does not enforce.
-
-    If the request demands that the whole schema is enforced ("strict"), raise an error instead.
-    `field` is the name of the request's field that contains the schema, for the message.
-
-    Raises:
-        ConstraintError: `is_strict` is true, and xgrammar does not enforce a keyword of `schema`.
-    """
-    report_keywords(unenforced_keywords(schema), is_strict=is_strict, field=field)
-
-
-def report_keywords(descriptions: list[str], *, is_strict: bool, field: str) -> None:
-    """Log a warning that lists schema keywords that are not enforced, or raise an error.
-
-    Args:
-        descriptions: The descriptions of the keywords, such as "not at $.items". If the list is
-            empty, nothing is logged or raised.
-        is_strict: Whether the request demands that the whole schema is enforced. If so, the list is
-            raised as an error.
-        field: The name of the request's field that contains the schema. The message starts with
-            this name.
-
-    Raises:
-        ConstraintError: `is_strict` is true, and `descriptions` is not empty.
-    """
-    if not descriptions:
-        return
-    unenforced_parts = "; ".join(map(_printable, descriptions[:_MAX_REPORTED]))
-    if len(descriptions) > _MAX_REPORTED:
-        unenforced_parts += f"; and {len(descriptions) - _MAX_REPORTED} more"
-    if is_strict:
-        raise ConstraintError(
-            f"{field}: strict is true, but constrained decoding cannot enforce these parts of the "
-            f"schema: {unenforced_parts}. Remove these parts, or set strict to false."
-        )
-    log.warning(
-        "%s: constrained decoding does not enforce these parts of the schema: %s",
-        _printable(field),
-        unenforced_parts,
-    )
-
-
-def _printable(text: str) -> str:
-    r"""Shorten a text to `_MAX_REPORTED_CHARS` characters, and escape unprintable characters.
-
-    Example: a line break becomes the two characters `\n`.
-
-    The text contains names that the client has chosen. An unescaped line break in a name would
-    begin a new line of the log, and an escape sequence in a name would control the terminal.
-    """
-    return "".join(
-        char if char.isprintable() else repr(char)[1:-1] for char in text[:_MAX_REPORTED_CHARS]
     )
 
 

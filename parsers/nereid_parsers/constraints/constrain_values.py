@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nereid_parsers.constraints.constrain_answer import report_keywords
 from nereid_parsers.constraints.constrain_nodes import count_chars
 from nereid_parsers.constraints.constrain_request import ToolSchema
+from nereid_parsers.constraints.report_unenforced import report_keywords
 from nereid_parsers.constraints.unenforced_keywords import RESTRICTIONS
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.stream.values.argument_types import follow_references

@@ -19,8 +19,8 @@ from nereid_backend.model.forward_path.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.serving.tokenizer.image_prompts import may_accept_media, take_media
 from nereid_backend.vision.audio_parts import read_audio, read_audio_url
+from nereid_backend.vision.decode_image import ImageLimits
 from nereid_backend.vision.messages import split_messages
-from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.read_wav import decode_wav, resample
 
 LIMITS = ImageLimits(max_audios=2, max_audio_s=2.0, max_bytes=200_000)

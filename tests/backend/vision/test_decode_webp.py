@@ -8,8 +8,8 @@ import io
 import pytest
 from backend.vision.image_archs import picture
 from nereid_backend import RequestError
+from nereid_backend.vision.decode_image import ImageLimits, decode_image
 from nereid_backend.vision.decode_webp import decode_still_webp
-from nereid_backend.vision.read_image import ImageLimits, decode_image
 from PIL import Image
 
 

@@ -14,9 +14,9 @@ from backend.vision import image_archs
 from backend.vision.image_archs import MAX_TOKENS, PARAMS, chat, open_engine, picture
 from nereid_backend import RequestError, SamplingParams, UnsupportedModelError
 from nereid_backend.vision.chat_processor import ChatProcessor
+from nereid_backend.vision.decode_image import ImageLimits
 from nereid_backend.vision.forward.image_tensors import place_images
 from nereid_backend.vision.messages import FoundImage, split_messages
-from nereid_backend.vision.read_image import ImageLimits
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 

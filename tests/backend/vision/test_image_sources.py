@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 from nereid_backend import ConfigError, RequestError
 from nereid_backend.vision import image_sources
+from nereid_backend.vision.decode_image import ImageLimits
 from nereid_backend.vision.image_sources import ImageSources
-from nereid_backend.vision.read_image import ImageLimits
 
 LIMITS = ImageLimits()
 MAX_BYTES = 1000

@@ -4,8 +4,8 @@ import pytest
 from nereid_backend.errors import RequestError
 from nereid_backend.serving.tokenizer.chat_messages import read_messages
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
+from nereid_backend.vision.decode_image import ImageLimits
 from nereid_backend.vision.messages import split_messages
-from nereid_backend.vision.read_image import ImageLimits
 from nereid_client.anthropic.content_blocks import _REFUSED_BLOCKS
 from nereid_client.responses.input_items import _REMEDIES
 

@@ -8,8 +8,8 @@ from backend.vision import image_archs
 from backend.vision.image_archs import film, open_engine, picture
 from nereid_backend.errors import RequestError
 from nereid_backend.serving.tokenizer.image_prompts import take_media
+from nereid_backend.vision.decode_image import ImageLimits
 from nereid_backend.vision.messages import read_video, split_messages
-from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import read_video_url
 from transformers.utils import is_torchvision_available
 

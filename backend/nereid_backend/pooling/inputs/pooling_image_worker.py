@@ -27,8 +27,8 @@ def _load_image_preparer(folder: Path) -> Prepare:
 
     from nereid_backend.core.image_inputs import ImageInputs
     from nereid_backend.pooling.inputs.image_processors import load_image_processor
+    from nereid_backend.vision.decode_image import ImageLimits, decode_image
     from nereid_backend.vision.packed_tensors import pack_images
-    from nereid_backend.vision.read_image import ImageLimits, decode_image
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Converts an image to the token ids of its prompt, and to arguments of the model.
@@ -65,7 +65,7 @@ def _configure_libraries() -> None:
     """Set up Pillow and torch for this process. Both packages are already imported."""
     import torch
 
-    from nereid_backend.vision.read_image import ImageLimits
+    from nereid_backend.vision.decode_image import ImageLimits
     from nereid_backend.vision.shared_pixels import share_pixels
 
     # After this call, a NumPy array that is created from an image uses the memory of the image, so

@@ -15,10 +15,10 @@ from nereid_backend.serving.tokenizer.chat_messages import (
     VIDEO_PLACEHOLDER,
 )
 from nereid_backend.vision.audio_parts import audio_url, is_audio_part, read_audio_part
+from nereid_backend.vision.decode_image import ImageLimits
 from nereid_backend.vision.image_sources import ImageSources
 from nereid_backend.vision.image_worker_handle import ImageWorkerHandle
 from nereid_backend.vision.messages import IMAGE_FIELDS, is_image_part
-from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")

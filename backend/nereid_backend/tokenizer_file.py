@@ -135,23 +135,27 @@ def _rules_to_replace(backend: Any, file: Any, settings: dict[str, Any]) -> list
     # The pre-tokenizer of RoFormer is Python code, for which tokenizer.json contains a substitute.
     if type(backend.pre_tokenizer) is PreTokenizer:
         return []
-    differing = [
+    word_rules = _word_rules_to_replace(backend, file, settings)
+    # The decoder joins the tokens that the word rules have divided.
+    decoder = ["decoder"] if word_rules and file.decoder is not None else []
+    has_special_token_setting = any(name in settings for name in _POST_PROCESSOR_SETTINGS)
+    replaces_post_processor = file.post_processor is not None and not has_special_token_setting
+    post_processor = ["post_processor"] if replaces_post_processor else []
+    return word_rules + decoder + post_processor
+
+
+def _word_rules_to_replace(backend: Any, file: Any, settings: dict[str, Any]) -> list[str]:  # noqa: ANN401 - see `_rules_to_replace`
+    """Return those rules for dividing a text into words that differ from tokenizer.json."""
+    # For the setting add_prefix_space, a class without byte-level rules, such as that of Llama 2,
+    # creates other rules than the file. The rules of the class are right.
+    is_byte_level = any(_is_byte_level(rules.pre_tokenizer) for rules in (backend, file))
+    if settings.get("add_prefix_space") is not None and not is_byte_level:
+        return []
+    return [
         name
         for name in _WORD_RULES
         if _content_of_rule(getattr(backend, name)) != _content_of_rule(getattr(file, name))
     ]
-    # For the setting add_prefix_space, a class without byte-level rules, such as that of Llama 2,
-    # creates other rules than the file. The rules of the class are right.
-    has_prefix_setting = settings.get("add_prefix_space") is not None
-    is_byte_level = any(_is_byte_level(rules.pre_tokenizer) for rules in (backend, file))
-    if has_prefix_setting and not is_byte_level:
-        differing = []
-    if differing and file.decoder is not None:
-        differing.append("decoder")
-    has_special_token_setting = any(name in settings for name in _POST_PROCESSOR_SETTINGS)
-    if file.post_processor is not None and not has_special_token_setting:
-        differing.append("post_processor")
-    return differing
 
 
 def _content_of_rule(rule: Any) -> Any:  # noqa: ANN401 - a rule of a `tokenizers.Tokenizer`

@@ -37,6 +37,7 @@ from nereid_client.errors import (
 )
 from nereid_client.language_model.backend import Backend
 from nereid_client.middleware.admission_control import AdmissionControl, Gate
+from nereid_client.middleware.allowed_hosts import AllowedHosts, names_to_check
 from nereid_client.middleware.api_key import ApiKey
 from nereid_client.middleware.body_limit import BodyLimit
 from nereid_client.middleware.client_keys import KeyFile
@@ -203,10 +204,10 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     """Add the middleware. The middleware that is added last is the first to receive a request.
 
     CountRequests and RequestIds receive a request first, because rejected requests are also counted
-    and have an id. ForeignPages refuses requests of web pages. ApiKey finds the client, whose
-    limits AdmissionControl and BodyLimit then check. BodyLimit is the last, because the bodies of
-    rejected requests are not read, and because the time limit includes the time in which a body
-    arrives. Traces also records rejected requests, and needs the id of a request.
+    and have an id. AllowedHosts and ForeignPages refuse requests of web pages. ApiKey finds the
+    client, whose limits AdmissionControl and BodyLimit then check. BodyLimit is the last, because
+    the bodies of rejected requests are not read, and because the time limit includes the time in
+    which a body arrives. Traces also records rejected requests, and needs the id of a request.
     """
     metrics = app.state.metrics
     app.add_middleware(
@@ -230,6 +231,9 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     app.add_middleware(ForeignPages, origins=settings.origins)
     if settings.origins:
         _add_cors(app, settings.origins)
+    host_names = names_to_check(settings)
+    if host_names is not None:
+        app.add_middleware(AllowedHosts, names=host_names)
     app.add_middleware(Traces)
     app.add_middleware(RequestIds)
     routes = [route for router in _ROUTERS for route in router.routes]

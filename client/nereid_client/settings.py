@@ -34,6 +34,8 @@ ClassT = TypeVar("ClassT")
 # and the host in lower case.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\sA-Z]+")
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+
 
 class SettingsError(ValueError):
     """Raised if a setting is wrong. The message names the setting, the value and the limit."""
@@ -140,6 +142,21 @@ def _check_origins(value: str) -> str:
     return value
 
 
+def _check_host_names(value: str) -> str:
+    """Return `value` unchanged. Raise ValueError if an item is neither a host name nor `*`.
+
+    `value` contains host names, separated by commas. Example: "llm.example.com, gateway". Without
+    this check, an item with a port or a path would allow no request.
+    """
+    for item in filter(None, map(str.strip, value.split(","))):
+        if item != "*" and not _HOST_NAME.fullmatch(item):
+            raise ValueError(
+                "Input should contain host names such as llm.example.com, without a scheme, a port "
+                "or a path, or * for all names"
+            )
+    return value
+
+
 NumBytes = Annotated[
     int,
     GetPydanticSchema(
@@ -202,6 +219,12 @@ class Settings:
     cors_origins: Annotated[str, AfterValidator(_check_origins)] = ""
     """The origins whose web pages may call the API, separated by commas. `*` allows all origins.
     By default, no origin may call the API."""
+
+    allowed_hosts: Annotated[str, AfterValidator(_check_host_names)] = ""
+    """The host names that requests may have in the header `Host`, separated by commas, if no API
+    key is set and only this machine can reach the frontend. IP addresses, `localhost` and the
+    machine's name are always allowed. Add the name that a reverse proxy passes on. `*` allows all
+    names."""
 
     max_body_bytes: _Bytes = 64 * 1024 * 1024
     """The largest size of a request body. Larger bodies are rejected with the status 413."""

@@ -38,7 +38,7 @@ def start_request(port: int, path: str, **body) -> socket.socket:
     """Send a request, and return the open connection."""
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", port))
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 

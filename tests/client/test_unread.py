@@ -40,7 +40,7 @@ def test_a_stream_that_nobody_reads_is_cancelled():
     # can store.
     text = "a " + ("b" * 20_000 + " <pause 0.004>") * 2_000
     body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True})
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
     with (
         uvicorn_server(create_app(settings, lambda: backend)) as port,
         socket.create_connection(("127.0.0.1", port), timeout=30) as client,

@@ -377,6 +377,7 @@ CASES = {
         **raw("x" * 2000),
         "settings": {"max_body_bytes": 1000},
     },
+    "a host name that is not allowed": get("/v1/models", headers={"Host": "evil.example"}),
     "a body over max_body_bytes without a length": {
         **raw("x" * 2000),
         "settings": {"max_body_bytes": 1000},
@@ -478,7 +479,7 @@ async def opened(case):
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         yield app, client
 

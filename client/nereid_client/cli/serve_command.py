@@ -37,11 +37,11 @@ from nereid_client.supervise.restart_policy import RestartPolicy
 from nereid_client.supervise.serve_plan import STANDARD_OUTPUT, Program, ServePlan
 from nereid_client.supervise.start_fork_server import ADDRESS_VARIABLE, choose_address
 from nereid_client.supervise.supervisor import Supervisor
+from nereid_client.workers.listening_sockets import is_loopback
 
 # The flags that describe models. They are refused together with --config, whose file describes all
 # models.
 _MODEL_FLAGS = ("--model", "--served-model-name", "--lora", "--embedding-model", "--rerank-model")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -314,8 +314,8 @@ def _check_adapter_names(lora_adapters: str, names: Sequence[str]) -> None:
 def _exposure_warnings(host: str, settings: Settings) -> list[str]:
     """Return warnings about endpoints that other machines can use without an API key."""
     has_key = bool(settings.api_key or settings.api_key_file)
-    if host in _LOOPBACK:
-        if has_key or settings.host in _LOOPBACK:
+    if is_loopback(host):
+        if has_key or is_loopback(settings.host):
             return []
         return [
             f"NEREID_OPENAI_HOST={settings.host} lets other machines reach the OpenAI API, and no "

@@ -1,5 +1,6 @@
 """The TCP sockets on which the frontend waits for connections."""
 
+import ipaddress
 import socket
 
 # The number of connections that the event loop accepts in one iteration.
@@ -45,6 +46,19 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
         for one in hosts
         for duplicate in with_duplicates(bound_socket(str(one), port, is_shared=False))
     ]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a server that listens on `host`.
+
+    Examples: the result is True for "127.0.0.1", "::1" and "localhost", and False for "0.0.0.0" and
+    for a name that has no address.
+    """
+    try:
+        addresses = [str(address[0]) for *_, address in _addresses(host, 0)]
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name has over 63 characters
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def with_duplicates(bound: socket.socket) -> list[socket.socket]:

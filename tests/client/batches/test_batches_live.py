@@ -399,7 +399,7 @@ def test_an_upload_that_stops_or_sends_single_bytes_is_ended(tmp_path, drip):
     ):
         connection.settimeout(30)
         connection.sendall(
-            b"POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n"
+            b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n"
             b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
         )
         for _ in range(50):

@@ -86,7 +86,9 @@ async def test_base64_holds_little_endian_floats(ask, fields):
 
 async def test_the_openai_client_reads_its_own_default_format(connect_pooling):
     async with connect_pooling() as client:
-        made = openai.AsyncOpenAI(base_url="http://frontend/v1", api_key="none", http_client=client)
+        made = openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="none", http_client=client
+        )
         answer = await made.embeddings.create(model="tiny-embed", input=["abc", "d"])
     assert [item.embedding for item in answer.data] == [vector("abc"), vector("d")]
     assert answer.usage.total_tokens == 4

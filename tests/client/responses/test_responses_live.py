@@ -149,7 +149,7 @@ def test_a_client_that_goes_away_aborts_its_response(shared, text, stream):
     num_aborted_before = len(backend.aborted)
     data = json.dumps({"input": text, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         wait_for(lambda: backend.active)
     wait_for(lambda: not backend.active)

@@ -10,7 +10,6 @@ from starlette.requests import ClientDisconnect
 from nereid_client.batches.multipart import FormReader
 from nereid_client.batches.stored_files import KEEP_S, StoredFile, Upload
 from nereid_client.errors import ApiError, Disconnected
-from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.batch_requests import UploadForm
 from nereid_client.request_context import context_of, validate
 
@@ -23,9 +22,8 @@ async def receive_upload(request: Request, upload: Upload) -> StoredFile:
     await _receive(request, form)
     fields = validate(UploadForm, _upload_fields(form.fields))
     keep_s = fields.expires_after.seconds if fields.expires_after else KEEP_S
-    owner = current_client.get().name
     filename = form.filename or "file"
-    return await asyncio.to_thread(upload.finish, owner, filename, fields.purpose, keep_s)
+    return await asyncio.to_thread(upload.finish, filename, fields.purpose, keep_s)
 
 
 async def _receive(request: Request, form: FormReader) -> None:

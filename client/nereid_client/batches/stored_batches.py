@@ -29,6 +29,7 @@ from nereid_client.batches.stored_files import (
     write_json,
 )
 from nereid_client.errors import ApiError
+from nereid_client.middleware.shared_budget import is_within_share, share_sentence
 from nereid_client.protocol.batch_requests import CreateBatchRequest
 
 WINDOW_S = 24 * 3600
@@ -130,10 +131,10 @@ class BatchStore:
 
         If the number of batches has reached the limit, an ended batch is deleted first.
 
-        Raises: ApiError if there are too many unfinished batches, or if the folder cannot be
-            written.
+        Raises: ApiError if there are too many unfinished batches, in total or of this client, or if
+            the folder cannot be written.
         """
-        self._delete_ended_if_full()
+        self._make_space(file.owner)
         batch = _new_batch(request, file)
         folder = self.folder(batch.id)
         with disk_errors(self.files.folder):
@@ -146,31 +147,32 @@ class BatchStore:
                 raise
         return batch
 
-    def _delete_ended_if_full(self) -> None:
+    def _make_space(self, owner: str) -> None:
         """Delete an ended batch if the number of stored batches has reached the limit.
 
         The limit is the setting `max_stored_files`. The oldest ended batch of the client that has
         the most batches is deleted. Its result files stay in the file store.
 
-        Raises: ApiError 400 if no batch has ended.
+        Raises: ApiError 400 if the unfinished batches leave no space for a batch of `owner`.
         """
-        num_batches = len(names_in(self._folder))
-        if num_batches < self.files.limits.count:
-            return
         batches = list(self.all())  # the newest batch first
-        num_of_owner = Counter(batch.owner for batch in batches)
-        ended = [batch for batch in reversed(batches) if batch.has_ended]
-        if not ended:
+        limit = self.files.limits.count
+        unfinished = [batch.owner for batch in batches if not batch.has_ended]
+        num_own = unfinished.count(owner) if owner else 0
+        if not is_within_share(1, num_own, len(unfinished), limit):
             raise ApiError(
                 400,
-                f"The server stores {num_batches} batches, but the limit is "
-                f"{self.files.limits.count} (max_stored_files), and none of them has ended. Wait "
-                "until a batch has ended, or cancel one.",
+                f"The server stores {len(unfinished)} batches that have not ended, and the limit "
+                f"is {limit} (max_stored_files). {share_sentence(num_own)}Wait until a batch has "
+                "ended, or cancel one.",
                 limit="max_stored_files",
             )
-        # If several batches have the same owner, `max` returns the first one, which is the oldest.
-        oldest = max(ended, key=lambda batch: num_of_owner[batch.owner])
-        shutil.rmtree(self.folder(oldest.id), ignore_errors=True)
+        ended = [batch for batch in reversed(batches) if batch.has_ended]
+        if len(batches) >= limit and ended:
+            num_of_owner = Counter(batch.owner for batch in batches)
+            # If several batches have the same owner, `max` returns the first one, the oldest.
+            oldest = max(ended, key=lambda batch: num_of_owner[batch.owner])
+            shutil.rmtree(self.folder(oldest.id), ignore_errors=True)
 
     def find(self, batch_id: str, owner: str) -> Batch | None:
         """Return the batch with this id, or None if the client `owner` has no such batch."""

@@ -2,10 +2,13 @@
 
 FOLDER/files/FILE_ID/content         the bytes
 FOLDER/files/FILE_ID/metadata.json   the file object
-FOLDER/uploads/FILE_ID/content       an incomplete upload; it is moved to FOLDER/files at the end
+FOLDER/uploads/OWNER-FILE_ID/content an incomplete upload; it is moved to FOLDER/files at the end
+
+OWNER is a digest of the client's name. A client with a name can use only a share of the limits.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nereid_client.errors import ApiError
+from nereid_client.middleware.shared_budget import is_within_share, share_sentence
 
 KEEP_S = 30 * 24 * 3600
 """A file is deleted this number of seconds after its upload, as in OpenAI's API. An ended batch is
@@ -134,23 +138,26 @@ class FileStore:
         """Delete a file. A batch that already uses the file can still read it."""
         shutil.rmtree(self._files / file_id, ignore_errors=True)
 
-    def start_upload(self) -> "Upload":
-        """Begin an upload, and return the object that receives the bytes of the file.
+    def start_upload(self, owner: str) -> "Upload":
+        """Begin an upload of the client `owner`. Return the object that receives the bytes.
 
-        Raises: ApiError if the folder is full or cannot be written.
+        Raises: ApiError if the folder is full or cannot be written, or if the client uses its share
+            of the folder.
         """
-        num_files = len(names_in(self._files))
-        if num_files >= self.limits.count:
+        num_files, limit = len(names_in(self._files)), self.limits.count
+        num_own = sum(1 for _ in self.all(owner)) if owner else 0
+        if not is_within_share(1, num_own, num_files, limit):
             raise ApiError(
                 400,
-                f"The server stores {num_files} files, but the limit is {self.limits.count} "
-                "(max_stored_files). Delete files that are no longer needed.",
+                f"The server stores {num_files} files, and the limit is {limit} "
+                f"(max_stored_files). {share_sentence(num_own)}Delete files that are no longer "
+                "needed.",
                 limit="max_stored_files",
             )
         with disk_errors(self.folder):
             self._uploads.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._files.mkdir(mode=0o700, exist_ok=True)
-            return Upload(self, new_id("file-"), self._uploads)
+            return Upload(self, owner, new_id("file-"), self._uploads)
 
     def publish(self, file: StoredFile, source: Path) -> None:
         """Store a complete file. If a file with this id is already stored, do nothing.
@@ -175,6 +182,11 @@ class FileStore:
         """
         paths = [Path(folder, name) for folder, _, names in os.walk(self.folder) for name in names]
         return sum(_counted_bytes(path) for path in paths)
+
+    def num_bytes_of(self, owner: str) -> int:
+        """Return the total size of the client's stored files and unfinished uploads, in bytes."""
+        uploads = self._uploads.glob(f"{_digest(owner)}-*/content")
+        return sum(file.bytes for file in self.all(owner)) + sum(map(_counted_bytes, uploads))
 
     def delete_expired(self, now: float) -> None:
         """Delete files that have expired or are damaged, and uploads that were interrupted.
@@ -229,6 +241,7 @@ class Upload:
 
     Args:
         store: the store to which `finish` adds the file.
+        owner: the name of the client that uploads the file.
         file_id: the id of the file.
         folder: the folder of the uploads.
     """
@@ -237,11 +250,12 @@ class Upload:
     # bytes, because other uploads write to the same folder.
     _CHECK_EVERY_BYTES = 16 * 1024 * 1024
 
-    def __init__(self, store: FileStore, file_id: str, folder: Path) -> None:
+    def __init__(self, store: FileStore, owner: str, file_id: str, folder: Path) -> None:
         self.num_bytes = 0  # the bytes of the file that have arrived
         self._store = store
+        self._owner = owner
         self._id = file_id
-        self._folder = folder / file_id
+        self._folder = folder / f"{_digest(owner)}-{file_id}"
         self._folder.mkdir(mode=0o700)
         self._file = (self._folder / "content").open("wb")
         self._unchecked_bytes = self._CHECK_EVERY_BYTES  # the first write checks the size
@@ -264,23 +278,24 @@ class Upload:
             self._file.write(data)
 
     def _check_folder_size(self, num_new_bytes: int) -> None:
-        """Raise an ApiError 413 if the folder's limit does not allow `num_new_bytes` more bytes."""
-        # `self._store.num_bytes` adds the sizes of all files on the disk, including the file of
-        # this upload. Buffered bytes of this file must therefore be written first.
+        """Raise an ApiError 413 if the client may not store `num_new_bytes` more bytes."""
+        # The sizes of all files on the disk are added, including the file of this upload. Buffered
+        # bytes of this file must therefore be written first.
         self._file.flush()
-        num_stored = self._store.num_bytes() + num_new_bytes
-        limit = self._store.limits.num_bytes
-        if num_stored > limit:
+        num_stored, limit = self._store.num_bytes(), self._store.limits.num_bytes
+        num_own = self._store.num_bytes_of(self._owner) if self._owner else 0
+        if not is_within_share(num_new_bytes, num_own, num_stored, limit):
+            sentence = share_sentence(num_own and num_own + num_new_bytes)
             raise ApiError(
                 413,
-                f"With this file, the server would store {num_stored} bytes or more, but the "
-                f"limit is {limit} (max_stored_file_bytes). Delete files that are no longer "
-                "needed, or send a smaller file.",
+                f"With this file, the server would store {num_stored + num_new_bytes} bytes or "
+                f"more, but the limit is {limit} (max_stored_file_bytes). {sentence}Delete files "
+                "that are no longer needed, or send a smaller file.",
                 code="request_too_large",
                 limit="max_stored_file_bytes",
             )
 
-    def finish(self, owner: str, filename: str, purpose: str, keep_s: int) -> StoredFile:
+    def finish(self, filename: str, purpose: str, keep_s: int) -> StoredFile:
         """Add the complete file to the store, and return the metadata of the file.
 
         Raises: ApiError 507 if the disk is full.
@@ -288,7 +303,7 @@ class Upload:
         now = int(time.time())
         file = StoredFile(
             id=self._id,
-            owner=owner,
+            owner=self._owner,
             bytes=self.num_bytes,
             created_at=now,
             expires_at=now + keep_s,
@@ -333,6 +348,11 @@ def names_in(folder: Path) -> list[str]:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _digest(owner: str) -> str:
+    """Return 16 hexadecimal digits that stand for the name of a client in the name of a folder."""
+    return hashlib.sha256(owner.encode()).hexdigest()[:16]
 
 
 def _counted_bytes(path: Path) -> int:

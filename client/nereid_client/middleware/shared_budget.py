@@ -9,6 +9,34 @@ from contextlib import AbstractContextManager, nullcontext
 _TIMES_THE_REST = 3
 
 
+def is_within_share(amount: int, own: int, used: int, limit: int) -> bool:
+    """Return whether a client may use `amount` more units of a resource.
+
+    Args:
+        amount: the additional amount.
+        own: the amount that the client uses now. With 0, the client may use all that is left.
+        used: the amount that all clients use now.
+        limit: the largest amount that all clients may use.
+    """
+    left = limit - used - amount
+    return left >= 0 and (not own or own + amount <= _TIMES_THE_REST * left)
+
+
+def share_sentence(own: int) -> str:
+    """Return the sentence of an error message that describes the share of an API key.
+
+    Args:
+        own: the amount that the key uses. With 0, the result is "", because the share is not the
+            reason for the error.
+    """
+    if not own:
+        return ""
+    return (
+        f"{own} of them belong to this API key, which may use at most three times as many as the "
+        "limit leaves free. "
+    )
+
+
 class SharedBudget:
     """Counts how much of a limited resource is in use, in total and by each client.
 
@@ -40,10 +68,8 @@ class SharedBudget:
         Only a client with a name is limited to a share. A client that uses nothing yet may use the
         whole remaining amount.
         """
-        left = self.limit - self.used - amount
-        own = self.used_by(client)
-        has_share = bool(client) and own > 0
-        return left >= 0 and (not has_share or own + amount <= _TIMES_THE_REST * left)
+        own = self.used_by(client) if client else 0
+        return is_within_share(amount, own, self.used, self.limit)
 
     def add(self, client: str, amount: int) -> None:
         """Record that a client uses `amount` more units of the resource."""

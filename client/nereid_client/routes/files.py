@@ -25,7 +25,7 @@ async def upload_file(request: Request) -> Json:
     """Store a file whose lines are the requests of a batch: one JSON object in each line."""
     refuse_compression(request)
     store = batches_of(request).store.files
-    upload = await asyncio.to_thread(store.start_upload)
+    upload = await asyncio.to_thread(store.start_upload, current_client.get().name)
     try:
         file = await receive_upload(request, upload)
     finally:

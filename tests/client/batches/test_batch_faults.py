@@ -58,9 +58,9 @@ def store(tmp_path):
 
 def upload(store, num_lines, owner=""):
     """Store a batch file with `num_lines` chat requests, and return the file."""
-    file = store.files.start_upload()
+    file = store.files.start_upload(owner)
     file.write(jsonl(map(line, range(num_lines))))
-    return file.finish(owner, "requests.jsonl", "batch", keep_s=3600)
+    return file.finish("requests.jsonl", "batch", keep_s=3600)
 
 
 def create(store, num_lines, owner=""):
@@ -201,8 +201,8 @@ def test_a_damaged_batch_is_deleted_after_30_days(store):
 
 
 def test_a_new_batch_replaces_the_oldest_ended_batch_of_the_client_with_the_most_batches(tmp_path):
-    store = BatchStore(FileStore(tmp_path, FileLimits(count=4, num_bytes=1 << 20)))
-    files = {owner: upload(store, num_lines=1, owner=owner) for owner in ("a", "b")}
+    store = BatchStore(FileStore(tmp_path, FileLimits(count=6, num_bytes=1 << 20)))
+    files = {owner: upload(store, num_lines=1, owner=owner) for owner in ("a", "b", "c")}
 
     def create_batch(owner):
         time.sleep(0.002)  # an id contains the time in milliseconds, and gives the order
@@ -211,19 +211,53 @@ def test_a_new_batch_replaces_the_oldest_ended_batch_of_the_client_with_the_most
         )
         return store.create(request, files[owner])
 
-    batches = [create_batch(owner) for owner in ("b", "a", "a", "a")]
-    with pytest.raises(ApiError, match=r"4 batches, but the limit is 4 .* none of them has ended"):
+    batches = [create_batch(owner) for owner in ("b", "a", "a", "a", "b", "c")]
+    with pytest.raises(ApiError, match=r"6 batches that have not ended, and the limit is 6"):
         create_batch("b")
     for batch in (batches[0], batches[2], batches[3]):
         batch.set_status("completed")
         store.save(batch)
     new = create_batch("b")
-    remaining = [batches[0], batches[1], batches[3], new]
+    remaining = [*batches[:2], *batches[3:], new]
     assert {batch.id for batch in store.all()} == {batch.id for batch in remaining}
 
 
+def test_a_client_with_a_key_cannot_fill_the_store_with_files(tmp_path):
+    store = BatchStore(FileStore(tmp_path, FileLimits(count=8, num_bytes=1 << 20)))
+    for _ in range(6):
+        upload(store, num_lines=1, owner="a")
+    with pytest.raises(ApiError, match=r"6 files, and the limit is 8 .* 6 of them belong to this"):
+        upload(store, num_lines=1, owner="a")
+    upload(store, num_lines=1, owner="b")
+
+
+def test_a_client_with_a_key_cannot_fill_the_store_with_batches(tmp_path):
+    store = BatchStore(FileStore(tmp_path, FileLimits(count=4, num_bytes=1 << 20)))
+    files = {owner: upload(store, num_lines=1, owner=owner) for owner in ("a", "b")}
+    request = CreateBatchRequest(input_file_id="file", endpoint=CHAT, completion_window="24h")
+    for _ in range(3):
+        store.create(request, files["a"])
+    with pytest.raises(ApiError, match=r"3 batches .* limit is 4 .* 3 of them belong to this"):
+        store.create(request, files["a"])
+    store.create(request, files["b"])
+
+
+def test_a_client_with_a_key_cannot_fill_the_store_with_bytes(tmp_path):
+    files = FileStore(tmp_path, FileLimits(count=8, num_bytes=4 << 24))
+    uploads = [files.start_upload("a") for _ in range(2)]
+    for _ in range(3):  # the first upload receives two parts of 16 MiB, the second receives one
+        uploads[0].write(b"a" * (1 << 24))
+        uploads.reverse()
+    with pytest.raises(ApiError, match=r"67108864 bytes or more.* 67108864 of them belong to this"):
+        uploads[0].write(b"a" * (1 << 24))
+    uploads.append(files.start_upload("b"))
+    uploads[-1].write(b"a" * (1 << 23))
+    for started in uploads:
+        started.discard()
+
+
 def test_a_full_disk_is_named_when_buffered_bytes_of_an_upload_are_written(store):
-    started = store.files.start_upload()
+    started = store.files.start_upload("")
     started.write(b"a" * 1000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # simulates a full disk

@@ -69,7 +69,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _prepare_standard_streams() -> None:
-    r"""Decode stdin as UTF-8, and replace characters that stdout cannot encode with escapes.
+    r"""Decode stdin as UTF-8, and write escape sequences for characters that stdout cannot encode.
 
     Example: a terminal with the encoding ASCII shows the character "日" as "\u65e5".
     """

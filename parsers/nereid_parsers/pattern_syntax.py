@@ -76,8 +76,9 @@ def _append_field(parts: list[str | PatternField], token: str, pattern: str) -> 
     """
     field = _field(token, pattern)
     follows_field = bool(parts) and isinstance(parts[-1], PatternField)
-    # The field before {rest} ends at the first character that it cannot contain, and {rest} matches
-    # the text from this character on. Any other field needs text before it.
+    # Two fields need text between them, because this text shows where the first field ends. The
+    # field {rest} is the exception. It starts at the first character that the field before {rest}
+    # cannot contain.
     if follows_field and field != PatternField("rest"):
         raise FormatError(
             f"The pattern {pattern!r} has two fields without text between them, so the end "

@@ -51,7 +51,11 @@ class Keys:
         self._check_order()
 
     def path_of(self, member: str) -> str:
-        """Return the path of a member of `order`, which is "name", "arguments" or "id"."""
+        """Return the path of the key for `member`, which is "name", "arguments" or "id".
+
+        `member` is one of the members of `order`. Example: the path of the arguments may be
+        `function.arguments`.
+        """
         paths = {"name": self.name, "arguments": self.arguments, "id": self.id or ""}
         return paths[member]
 
@@ -329,7 +333,7 @@ class Call:
             )
 
     def _check_id(self) -> None:
-        """Raise FormatError if the pattern `id` is not valid: it may contain an unknown field."""
+        """Raise FormatError if the pattern `id` is not valid, for example if a field is unknown."""
         split_pattern(self.id)
 
     def _check_close(self) -> None:

@@ -286,7 +286,8 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
     if not has_closing_marker:  # The content ends where the tool calls start.
         return optional(sequence(WHITESPACE, opening))
     closing = const(wrapper.close.strip())
-    # The opening marker alone is optional, because the prompt may already contain this marker.
+    # The prompt may already contain the opening marker. The model then writes only the closing
+    # marker.
     markers = sequence(WHITESPACE, optional(opening), WHITESPACE, closing)
     return optional(markers)
 

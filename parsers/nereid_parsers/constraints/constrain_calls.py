@@ -78,7 +78,7 @@ def section_node(section: ToolSection, request: Request) -> Node:
 
 
 def _separate_calls(section: ToolSection, call: Call, request: Request) -> Node:
-    """Return the grammar node for tool calls one after another, which are not members of a list.
+    """Return the grammar node for tool calls that follow each other without forming a list.
 
     Example of matching text: `<call>f{"a": 1}</call><call>g{}</call>`. `call` declares how one tool
     call is written. `section` declares the separator.

@@ -1,4 +1,4 @@
-"""Build the grammar nodes for the members of an object, of which some are optional."""
+"""Build the grammar nodes for the required and the optional members of a JSON object."""
 
 from __future__ import annotations
 

@@ -156,7 +156,11 @@ def _grammar_schema(schema: object) -> object:
 
 
 def _is_omitted(keyword: str, value: object) -> bool:
-    """Return whether a keyword is left out, because it is a description or a harmful pattern."""
+    """Return whether the grammar's copy of a schema omits a keyword.
+
+    Descriptions and harmful patterns are omitted, for the reasons that `_grammar_schema` gives.
+    Example: the result is True for `title` and the value `"City"`.
+    """
     is_description = keyword in _DESCRIPTIONS and isinstance(value, str)
     return is_description or (keyword == "pattern" and _is_harmful_pattern(value))
 
@@ -182,9 +186,9 @@ def _grammar_value(keyword: str, value: object) -> object:
 
 
 def _count_own_chars(value: object) -> None:
-    """Add the characters of a JSON value to the size of the grammar, without its inner values.
+    """Add the length of a JSON value, but not of the values inside it, to the size of the grammar.
 
-    The rule depends on the type of the value:
+    The length depends on the type of the value:
 
         "bc"             the length of the string: 2
         {"a": [..]}      the length of each key, and 2 for its colon and comma: 3
@@ -202,7 +206,7 @@ def _count_own_chars(value: object) -> None:
 
 
 def _count_all_chars(value: object) -> None:
-    """Add the characters of a JSON value, and of all its inner values, to the grammar's size."""
+    """Add the length of a JSON value, and of all values inside it, to the size of the grammar."""
     _count_own_chars(value)
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:

@@ -171,7 +171,11 @@ def _tagged_json_values(declaration: TaggedArguments, key: str, values: list[Any
 
 
 def _escape(declaration: TaggedArguments, text: str) -> str:
-    """Return `text` with the escape sequences that the format declares for values: `&lt;`."""
+    """Replace special characters in `text` with the escape sequences that the format declares.
+
+    Example: if the format declares HTML's escape sequences, `a<b` becomes `a&lt;b`. If the format
+    declares none, return `text` unchanged.
+    """
     match declaration.escapes:
         case "json":
             return json.dumps(text, ensure_ascii=False)[1:-1]  # The tags contain the quotes.

@@ -128,31 +128,46 @@ def _triggers(
 ) -> list[str]:
     """Return the triggers: the texts that start a tool call, such as `<tool_call>`.
 
-    A trigger is usable if all tool calls start with this text, and no other marker of the format
-    starts with this text. Example: `<|channel|>tool.f` calls the tool `f`, and `<|channel|>answer`
-    opens the content. The first of these texts that is usable is the only trigger:
-
-        `<|channel|>`        the first marker. Not usable, because `<|channel|>answer` starts with
-                             this text.
-        `<|channel|>tool.`   the text before the name of the tool. Usable.
-
-    If neither text is usable, the whole start of each tool call, such as `<|channel|>tool.f`, is a
-    trigger, because a longer text is less likely to be the start of another marker. The same holds
-    if only punctuation, such as `<`, precedes the name of the tool.
+    If possible, one text is the trigger of all tool calls, see `_common_trigger`. Otherwise, the
+    whole start of each tool call, such as `<|channel|>tool.f`, is a trigger, because a longer text
+    is less likely to be the start of another marker.
 
     `tags` are the grammar nodes of the tool calls. The key `begin` of a tag contains the text at
     the start of the tool call.
     """
-    other_markers = _markers_outside_calls(fmt, layout)
     starts = [node["begin"] for node in tags]
+    common_trigger = _common_trigger(section, starts, _markers_outside_calls(fmt, layout))
+    if common_trigger is not None:
+        return [common_trigger]
+    return list(dict.fromkeys(starts))  # Without duplicates.
+
+
+def _common_trigger(
+    section: ToolSection, starts: list[str], other_markers: list[str]
+) -> str | None:
+    """Return one trigger for all tool calls, or None if no text is usable.
+
+    Two texts are tried. Example: `<|channel|>tool.f` calls the tool `f`, and `<|channel|>answer`
+    opens the content:
+
+        `<|channel|>`        The first marker. It is not usable, because `<|channel|>answer` starts
+                             with this text, too.
+        `<|channel|>tool.`   The text before the name of the tool. It is usable.
+
+    If only punctuation, such as `<`, precedes the name of the tool, the result is None, because
+    ordinary text often contains such a character. For `starts` and `other_markers`, see
+    `_is_usable_trigger`.
+    """
     call = section.calls[0]  # Constrained output contains only the first variant of a tool call.
     first_marker = trigger_of(section)
     text_before_name = call.open.lstrip() + first_literal(call.head)
-    is_punctuation = not section.opens and call.starts_with_punctuation
-    for trigger in () if is_punctuation else (first_marker, text_before_name):
+    starts_with_punctuation = not section.opens and call.starts_with_punctuation
+    if starts_with_punctuation:
+        return None
+    for trigger in (first_marker, text_before_name):
         if _is_usable_trigger(trigger, starts, other_markers):
-            return [trigger]
-    return list(dict.fromkeys(starts))
+            return trigger
+    return None
 
 
 def _is_usable_trigger(trigger: str, starts: list[str], other_markers: list[str]) -> bool:
@@ -168,7 +183,10 @@ def _is_usable_trigger(trigger: str, starts: list[str], other_markers: list[str]
 
 
 def _markers_outside_calls(fmt: FormatData, layout: Sections) -> list[str]:
-    """Return the markers of the content, of the reasoning and of the end, such as `<think>`."""
+    """Return the markers around content and reasoning, and the markers that end a message.
+
+    Examples: `<answer>` and `</answer>`, `<think>` and `</think>`, and `<|im_end|>`.
+    """
     markers = list(fmt.ends)
     if layout.content is not None:
         markers += [layout.content.open, layout.content.close]

@@ -167,8 +167,9 @@ def with_integer_bounds(schema: Schema) -> Schema:
 
 
 def _integer_bound(keyword: str, bound: float) -> int:
-    """Return the integer that replaces the bound of an integer in a JSON schema.
+    """Round the bound of a JSON schema to an integer, because the schema allows only integers.
 
+    The bound is also limited to the range of 64-bit integers, unless no such integer satisfies it.
     `keyword` is the keyword that declares the bound. Examples:
 
         minimum 0.5            1, the smallest allowed integer

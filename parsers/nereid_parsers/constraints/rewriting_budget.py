@@ -19,7 +19,7 @@ _MAX_COPIED_VALUES = 200_000
 
 
 class RewritingBudget:
-    """The numbers of references that may still be replaced, and values that may still be copied."""
+    """A budget that limits how many references are replaced, and how many values are copied."""
 
     def __init__(self) -> None:
         """Create a budget of `_MAX_REPLACEMENTS` references and `_MAX_COPIED_VALUES` values."""

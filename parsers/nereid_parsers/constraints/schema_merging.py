@@ -184,11 +184,11 @@ def _allowed_types(value: object) -> set[Any]:
 
 
 def _changes_meaning_of_items(first: Schema, second: Schema) -> bool:
-    """Return whether `items` of the second schema would apply to fewer items after the merging.
+    """Return whether the keyword `items` would apply to fewer array elements after the merging.
 
-    Example: `{"prefixItems": [A]}` and `{"items": B}`. In the second schema, `items` applies to all
-    items of an array. In the merged schema `{"prefixItems": [A], "items": B}`, `items` would no
-    longer apply to the first item.
+    Example: `{"prefixItems": [A]}` and `{"items": B}`. In the second schema, the keyword `items`
+    applies to all elements of an array. In the merged schema `{"prefixItems": [A], "items": B}`,
+    the keyword would no longer apply to the first element.
     """
     return "prefixItems" in first and "items" in second and "prefixItems" not in second
 

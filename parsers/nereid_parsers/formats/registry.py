@@ -143,10 +143,9 @@ class _Entries(NamedTuple):
         return [entry for entry in self if entry is not None]
 
     def with_default_reasoning(self) -> _Entries:
-        """Add the default reasoning of the tool calls, if there is no description of the reasoning.
+        """Return a copy in which a default from `tools` replaces a missing `reasoning`.
 
-        The description of the tool calls may contain a default reasoning, which is the reasoning of
-        the same model family.
+        The default is the reasoning of the same model family, or None, see `ToolEntry.reasoning`.
         """
         if self.reasoning is None and self.tools is not None:
             return self._replace(reasoning=self.tools.reasoning)

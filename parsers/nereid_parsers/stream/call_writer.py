@@ -103,8 +103,8 @@ class CallWriter:
         self.is_open = False
         self.last_index = -1  # The first tool call with an event gets the index 0.
         self.num_started = 0
-        # How often `cut_arguments_at` may still remove text from the stored arguments, so that the
-        # parser reads the text again.
+        # The number of times that `cut_arguments_at` may still remove text from the stored
+        # arguments. This number is limited, because the parser reads the removed text again.
         self._num_cuts_left = _MAX_CUTS
         self._deviations: list[str] = []  # See `add_deviation`.
 

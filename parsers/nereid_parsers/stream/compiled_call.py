@@ -114,9 +114,9 @@ class CompiledCall:
 
     @property
     def needs_offered_name(self) -> bool:
-        """Whether the text is a tool call only if the request offers the function that it names.
+        """Whether only the name of an offered function shows that the text is a tool call.
 
-        The text before the name shows no tool call in two cases: the model has omitted the opening
+        The text before the name does not show this in two cases: the model has omitted the opening
         marker, or the format declares only punctuation, such as the `<` of `<get_weather>`.
         """
         return self.lacks_opening_marker or self.call.starts_with_punctuation
@@ -159,7 +159,8 @@ class CompiledCall:
         if not isinstance(match, PatternMatch):
             return match
         name = match.fields.get("name", "")
-        # The body may be empty, so that the closing marker, such as `</f>`, follows the header.
+        # If the body is empty, the closing marker follows the header. This marker may contain the
+        # name of the function, as in `</f>`, so `for_name` inserts the name into the marker.
         mismatch = self.for_name(name).body_start_mismatch(text, match.end, is_final)
         if mismatch is not None:
             return mismatch
@@ -285,7 +286,7 @@ def _compile_tags(call: Call, section: SectionMarkers, head: Pattern) -> Compile
         head,
         stop_markers=_stop_markers(call, section),
         markers_between_calls=_markers_between_calls(call, section),
-        next_call_start=_next_call_start(call, section),
+        next_header_start=_next_header_start(call, section),
     )
 
 
@@ -305,11 +306,11 @@ def _stop_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop_markers))  # Without duplicates, in the same order.
 
 
-def _next_call_start(call: Call, section: SectionMarkers) -> str:
-    r"""Return the start of each header, if the arguments of a tool call end at the next header.
+def _next_header_start(call: Call, section: SectionMarkers) -> str:
+    r"""Return the first fixed text of the header that ends the arguments of the previous tool call.
 
-    The arguments end at the next header if the tool call has no opening and no closing marker.
-    Example: in `<calls>- f:\n a: 1\n- g:\n b: 2\n</calls>`, the arguments of `f` end before `- g:`.
+    A header ends these arguments only if tool calls have no opening and no closing marker. Example:
+    in `<calls>- f:\n a: 1\n- g:\n b: 2\n</calls>`, the arguments of `f` end before `- g:`.
     The header is `- {name}:`, so the result is `-`. Return "" for all other tool calls.
     """
     if call.open.strip() or marker_parts(call.close):

@@ -159,12 +159,11 @@ def _group_by_header(
 def _variants_with_missing_marker(
     calls: tuple[Call, ...], section: SectionMarkers
 ) -> Iterator[CompiledCall]:
-    """Yield each tool call without its opening marker, if the header shows that it is a tool call.
+    """Yield variants of `calls` without opening marker, because a model may omit the marker.
 
-    A model may omit the opening marker, and start with the header. Example: the declaration
-    `<tool_call><function={name}>..</tool_call>` gives the variant
-    `<function={name}>..</tool_call>`. A header such as `{name}` may be content, so a tool call with
-    this header gives no variant.
+    Example: the declaration `<tool_call><function={name}>..</tool_call>` gives the variant
+    `<function={name}>..</tool_call>`. Only a header that shows the start of a tool call gives a
+    variant. A header such as `{name}` gives none, because any text matches this header.
     """
     for call in calls:
         # Before the first tool call, a model may also omit the marker of the tool section. If the
@@ -185,7 +184,7 @@ def _shows_call_start(text: str) -> bool:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return `calls`, and a JSON array for each JSON object, and a JSON object for each JSON array.
+    """Add a variant with a JSON array for each JSON object in `calls`, and vice versa.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
     object, `{"name": "f", ..}`, or writes an object instead of the declared array. Example: if an
@@ -203,11 +202,11 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Return a dict that maps the first text of tool calls to the variants with this first text.
+    """Group the variants by their trigger, the first text of the tool call.
 
-    The first text (the "trigger") is the opening marker, such as `<call>`, or the start of the
-    header, such as `<function=`. Each spelling of a trigger is a key of the dict. The spellings
-    differ only in their white space. Example: two variants with the marker `<call>`, which has one
+    The trigger is the opening marker, such as `<call>`, or the start of the header, such as
+    `<function=`. The result is a dict. Its keys are all spellings of the triggers, which differ
+    only in their white space. Example: two variants with the marker `<call>`, which has one
     spelling, give `{"<call>": (variant_1, variant_2)}`. Variants without a trigger are omitted.
     """
     groups: defaultdict[str, list[CompiledCall]] = defaultdict(list)

@@ -192,7 +192,8 @@ def _kinds_in_content_only(wrapper: Wrapper | None, end_kinds: _Kinds) -> _Kinds
     """
     if wrapper is None:
         return end_kinds
-    # Opening words, such as `Answer:`, may be ordinary text, so they are no marker inside content.
+    # Opening words, such as `Answer:`, may be ordinary text inside the content. Therefore, the
+    # parser searches only for the closing marker there.
     opens_with_words = bool(_content_words(wrapper))
     markers = (wrapper.close,) if opens_with_words else (wrapper.open, wrapper.close)
     # One of the two markers may be empty. `marker_kinds` omits an empty marker.

@@ -44,8 +44,9 @@ def _compile_header_pattern(header: str, header_end: str) -> _HeaderPattern:
     """
     if header_end.strip():  # The header ends with a marker.
         return _HeaderPattern(compile_pattern(header + header_end), whitespace="")
-    # In a pattern, a line break matches any white space, also the space in `all Hi`. Therefore,
-    # the required white space is not a part of the pattern, and is compared separately.
+    # In a pattern, a line break matches any white space. A pattern with this line break would match
+    # the space in `all Hi`, too. Therefore, the white space is not a part of the pattern, and is
+    # compared separately.
     return _HeaderPattern(compile_pattern(header), whitespace=header_end)
 
 

@@ -1,12 +1,14 @@
-"""Decides whether a tag in the content, such as `<think>`, is quoted."""
+"""Decides whether the content only mentions a tag, as in `Write <think>`."""
 
 from __future__ import annotations
 
 import re
 
 _CODE_FENCE = "```"
-# Matches a character after which a tag is not quoted, as in `Done.<think>`. Chinese text has no
-# white space between words, so a quoted tag may directly follow a Chinese character.
+# Matches the last character of a word or sentence, such as `.` in `Done.<think>`. A tag that
+# directly follows this character is not a word of the text. The regex does not match a Chinese
+# character: Chinese text has no white space between words, so a tag that is only mentioned may
+# directly follow such a character.
 _find_end_of_words = re.compile(r"[A-Za-z0-9.!?…。！？]\Z").search
 # Only the first characters and the last character of a line are stored.
 _MAX_STORED_CHARS = 20
@@ -14,7 +16,7 @@ _NUM_FIRST_CHARS = 10
 
 
 class LastLine:
-    """The last line of the content, which shows whether the next tag is quoted."""
+    """The last line of the content, which shows whether the next tag is only mentioned."""
 
     __slots__ = ("_is_in_code_block", "_text")
 
@@ -32,9 +34,10 @@ class LastLine:
             last_line = last_line[:_NUM_FIRST_CHARS] + last_line[-1]
         self._text = last_line
 
-    def quotes_next_tag(self, whitespace: str) -> bool:
-        r"""Return whether the content quotes the tag that follows this line and `whitespace`.
+    def mentions_next_tag(self, whitespace: str) -> bool:
+        r"""Return whether the content only mentions the next tag, so that the tag is no markup.
 
+        `whitespace` is the white space between this line and the tag.
         Examples, in the order of the code:
 
             content and tag               result

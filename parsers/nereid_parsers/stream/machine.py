@@ -149,7 +149,7 @@ class Machine:
         may_be_in_reasoning = self._unclassified_reader.is_needed()
         is_uncertain = not start_point.is_prompt_known and may_be_in_reasoning
         if is_uncertain:
-            # If the message contains no marker, the stage of the start point decides.
+            # A message without markers is reasoning if the start point is in the reasoning.
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             return State.UNCLASSIFIED
         if starts_in_reasoning:

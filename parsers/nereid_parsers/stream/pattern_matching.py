@@ -13,7 +13,7 @@ from nereid_parsers.pattern_syntax import split_pattern
 
 
 class Mismatch(Enum):
-    """The result of matching a text, if the text does not match.
+    """The reason why a text does not match a pattern.
 
     Examples for the pattern `<call>`:
 
@@ -242,9 +242,9 @@ def skip_superfluous(text: str, pos: int) -> int:
 
 
 def marker_spellings(marker: str) -> tuple[str, ...]:
-    r"""Return a marker and its other spellings, which contain other white space.
+    r"""Return `marker`, and spellings that differ from `marker` only in their white space.
 
-    A model may write the white space of a marker in another way. Examples of other spellings:
+    A model may write the white space of a marker in another way. Examples of such spellings:
 
         marker                  spelling                 difference
         `<|start|>assistant`    `<|start|> assistant`    a space or line break after a tag

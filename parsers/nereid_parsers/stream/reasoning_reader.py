@@ -24,8 +24,8 @@ from nereid_parsers.stream.state import State
 # If a tool call starts before the reasoning is closed, the end event of the tool call has this
 # `reason`.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
-# The maximum length, in characters, of the text in which the closing marker of a tool call is
-# searched for. This text precedes a second `<think>`.
+# The number of characters that are stored for a test at a second `<think>`: the parser tests
+# whether the text before this `<think>` ends with the closing marker of a tool call.
 _NUM_LAST_CHARS = 200
 
 
@@ -169,19 +169,19 @@ class ReasoningReader:
     def _read_content_opening(self, marker: str) -> State:
         """Read the opening marker of the content, such as `<response>`, inside the reasoning.
 
-        The marker is a part of the reasoning if the reasoning quotes the marker. Otherwise, the
+        The marker is a part of the reasoning if the reasoning only mentions it. Otherwise, the
         marker ends the reasoning, and is removed. Examples, after a prompt that ends with
         `<think>`:
 
-            `I write <response>`     Text precedes the marker, so the text quotes the marker.
+            `I write <response>`     Text precedes the marker, so the text only mentions it.
             `<response>Hi`           No text precedes the marker, so the marker ends the reasoning.
-            `I write.<|response|>`   Models do not quote special tokens, such as `<|response|>`, so
-                                     the marker ends the reasoning.
+            `I write.<|response|>`   Models do not mention special tokens, such as `<|response|>`,
+                                     in ordinary text, so the marker ends the reasoning.
 
         Return the next state.
         """
-        is_quoted = self._text_writer.has_text_since_marker and not is_special_token(marker)
-        if is_quoted:
+        is_mentioned = self._text_writer.has_text_since_marker and not is_special_token(marker)
+        if is_mentioned:
             self._keep_marker(marker)
             return State.REASONING
         self._drop_marker(marker)
@@ -193,7 +193,7 @@ class ReasoningReader:
         self._write_reasoning(self._buffer.take(len(marker)))
 
     def _write_reasoning(self, text: str) -> None:
-        """Write `text` as reasoning. If the client receives reasoning as content, write content."""
+        """Write `text` as reasoning, or as content if the client receives reasoning as content."""
         if self._is_inline:
             self._text_writer.write_content_exactly(text)
         else:
@@ -268,9 +268,9 @@ class ReasoningReader:
         return self._end_at_call()
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Match a tool call at `marker`, which is the next unread text. Do not read any text.
+        """Match the header of a tool call at `marker`, which is the next unread text.
 
-        Examples of markers:
+        The matched text stays unread. Examples of markers:
 
             `<call>` in `<call>{"name"`           The marker is the start of the tool call.
             `<calls>` in `<calls><call>{"name"`   The tool call must start after the marker, which
@@ -364,11 +364,12 @@ class ReasoningReader:
         return sum(map(len, self._stored_pieces))
 
     def finish_interrupted(self) -> State:
-        """At the end of the message, end the reasoning before the stored tool call.
+        """Treat the stored text as a tool call, because the message has ended.
 
-        The stored text is put back into the buffer, and is then read as a tool call. Return the
-        state in which it is read. Example: in `<think>I call it.<tool_call>{"name": "f"}`, no
-        marker closes the reasoning, so `<tool_call>` ends the reasoning.
+        The reasoning ends before the stored text. The stored text is put back into the buffer.
+        Return the state in which the parser reads this text as a tool call. Example: in
+        `<think>I call it.<tool_call>{"name": "f"}`, no marker closes the reasoning, so
+        `<tool_call>` ends the reasoning.
         """
         self._stores_possible_calls = False  # No closing marker can follow.
         return self._end_at_stored_call()
@@ -415,7 +416,7 @@ class ReasoningReader:
             `<think>Hm`              True: the marker starts the message.
             `</tool_call><think>Hm`  True: another marker directly precedes the marker.
             `Hi <|think|>Hm`         True: ordinary text contains no special token.
-            `Hi.\n<think>Hm`         True: the text before the tag does not quote the tag.
+            `Hi.\n<think>Hm`         True: the tag starts a line, so it is not only mentioned.
             `Write <think> first.`   False: ordinary text may contain this marker.
 
         There are two exceptions. If the policy requires that tool calls come first, all examples
@@ -430,7 +431,7 @@ class ReasoningReader:
             return True
         if self._is_inline:
             return False
-        return looks_like_markup(marker) and not self._text_writer.quotes_next_tag()
+        return looks_like_markup(marker) and not self._text_writer.mentions_next_tag()
 
     def close_in_content(self, marker: str) -> State | None:
         """Remove a superfluous closing marker, such as `</think>`, that is found in the content.

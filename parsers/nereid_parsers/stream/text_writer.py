@@ -61,11 +61,11 @@ class TextWriter:
         # If a marker follows, as in `One\n<call>..</call>Two`, the white space `\n` is moved from
         # `_trailing_whitespace` to this attribute. The next content event is then `\nTwo`.
         self._content_separator = ""
-        self._last_line = LastLine()  # It shows whether the content quotes a tag.
+        self._last_line = LastLine()  # It shows whether the content only mentions a tag.
         self._has_reasoning = False  # Whether an event for reasoning has been appended.
-        # The number of characters of the prompt with which the next text starts. No event contains
-        # these characters. Example: if the prompt ends with `<th`, the next text is `<think>`, and
-        # this number is 3.
+        # The next text starts with this number of characters of the prompt. Events omit these
+        # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. Then the
+        # next text is `<think>`, and this number is 3.
         self._num_prompt_chars = 0
         # The type of the last event for visible text, or None if a marker follows this text.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
@@ -77,12 +77,12 @@ class TextWriter:
         """Whether text other than white space has been written since the last marker."""
         return self._last_text_type is not None
 
-    def quotes_next_tag(self) -> bool:
-        """Return whether the text before the next tag, such as `<think>`, quotes this tag.
+    def mentions_next_tag(self) -> bool:
+        """Return whether the content only mentions the next tag, so that the tag is no markup.
 
-        Examples: the tag is quoted in `Write <think>`, and not in `Hi.<think>`.
+        Examples: the result is True for `Write <think>`, and False for `Hi.<think>`.
         """
-        return self._last_line.quotes_next_tag("".join(self._trailing_whitespace))
+        return self._last_line.mentions_next_tag("".join(self._trailing_whitespace))
 
     def set_trace(self, trace: Trace | None) -> None:
         """From now on, call `trace` with each piece of text and its classification."""
@@ -295,8 +295,8 @@ class TextWriter:
         """
         if self.has_text_since_marker:  # As in `<think>Hm\n` and `Hi\n`.
             return _REASONING if is_reasoning else _CONTENT
-        # Only white space follows the last marker. This marker may be in the prompt, so that only
-        # `is_reasoning` shows that there is a marker.
+        # Either a marker precedes the white space, or the message contains nothing else. If the
+        # marker is in the prompt, such as `<think>`, only `is_reasoning` shows the marker.
         has_marker = self.is_after_marker or is_reasoning or has_calls
         return _MARKUP if has_marker else _CONTENT
 
@@ -381,13 +381,15 @@ class TextWriter:
         `num_unwritten_chars` is the number of characters at the end of the prompt that this writer
         has not received yet, because a reader stores them.
         """
-        # The first text of the output must not start with white space of the prompt, or with a line
-        # break that separates the text from the reasoning in the prompt.
+        # The first event must not start with the white space at the end of the prompt. It must not
+        # start with the line break between two blocks of reasoning either, although the prompt may
+        # contain a block.
         self._trailing_whitespace = []
         self._content_separator = ""
         self._has_reasoning = False
-        # The pending text and the unwritten characters belong to the prompt, but this writer and
-        # the readers keep them, because later text shows whether they are content.
+        # The pending text and the unwritten characters are the end of the prompt. They are kept,
+        # because they may be the beginning of a marker that the output completes. `_cut_prompt`
+        # removes this number of characters from the next text.
         self._num_prompt_chars = len(self.pending_text) + num_unwritten_chars
 
     def _cut_prompt(self, text: str) -> str:

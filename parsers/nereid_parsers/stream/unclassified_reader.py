@@ -40,9 +40,10 @@ class UnclassifiedReader:
         self.is_reasoning_by_default = False
 
     def is_needed(self) -> bool:
-        """Return whether the first text may be reasoning or content if the prompt is not known.
+        """Return whether the text before the first marker can be either reasoning or content.
 
-        The first text, such as `Hm` in `Hm</think>Hi`, may be reasoning in two cases:
+        This method is used if the prompt is not known. Text without an opening marker, such as `Hm`
+        in `Hm</think>Hi`, may be reasoning in two cases:
 
         - Some templates of the model family end the prompt with `<think>` (`Opener.EITHER`).
         - The policy treats text before `</think>` as reasoning, even without `<think>`

@@ -167,8 +167,9 @@ def analyze_checkpoint_template(
     declared_format = find_quarantined(jinja_source)
     if declared_format is None:
         return inferred
-    # Other templates may contain the texts by which quarantine.py recognises a template. Therefore,
-    # the inferred format is used if it parses more messages correctly.
+    # quarantine.py recognises a template by texts in its source. Another template may contain the
+    # same texts, although the declared format does not fit. Therefore, both formats parse rendered
+    # messages, and the inferred format is used if it parses fewer of them wrongly.
     declared = analyze(declared_format)
     is_inferred_better = _num_wrong_messages(inferred) < _num_wrong_messages(declared)
     return inferred if is_inferred_better else declared
@@ -186,7 +187,8 @@ def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> Templat
     For all other templates, it is None.
 
     Mutates: `prober`, which renders all conversations. It stores the form in which the template
-    expects messages (`prober.form`), the comparisons and the open questions.
+    expects messages (`prober.form`), the comparisons, and sentences that state what could not be
+    inferred (`prober.undecided`).
     """
     prober.choose_content_form()  # Sets `prober.form`, the form for messages without tool calls.
     form_with_calls = prober.find_call_form(content_form=prober.form)
@@ -202,7 +204,7 @@ def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> Templat
 
 
 def _make_analysis(prober: Prober, checked: CheckedFormat) -> TemplateAnalysis:
-    """Combine the checked format with the comparisons and the open questions of `prober`."""
+    """Combine the checked format with the comparisons and problems that `prober` has recorded."""
     return TemplateAnalysis(
         checked.format,
         comparisons=tuple(prober.comparisons),
@@ -227,7 +229,7 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
     gives a format in which `<think>` and `</think>` enclose reasoning. To check the format, the
     parser parses rendered messages with this format.
 
-    Mutates: `turn.prober`, which stores the comparisons and the open questions for the report.
+    Mutates: `turn.prober`, which stores the comparisons and problems for the report.
     """
     reasoning = find_reasoning(turn)
     content = find_content_markers(turn, reasoning)
@@ -266,7 +268,7 @@ def _check_declared_format(
 
 
 def _describe_declaration(entry: QuarantineEntry) -> str:
-    """Return a text for the report with the model and the reason why its format is declared."""
+    """Return text for the report that names the model, and states why its format is declared."""
     return f"The format was recognised, not inferred ({entry.model}). {entry.reason}"
 
 

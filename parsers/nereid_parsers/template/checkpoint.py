@@ -167,8 +167,8 @@ def _combine_layouts(
     if is_reasoning_chosen:
         reasoning = chosen.reasoning  # None if the user chose that the model writes no reasoning.
     else:
-        # The user chose the format `chosen` for its tool calls. If this format has reasoning
-        # markers, too, they are used only if the files of the checkpoint contain none.
+        # The user chose the format only for its tool calls. For the reasoning, the files of the
+        # checkpoint therefore take precedence over the format.
         reasoning = from_files.reasoning or chosen.reasoning
     return Sections(
         reasoning=reasoning,

@@ -303,10 +303,10 @@ def _two_end_markers(after_content: str, after_user_message: str, header: str) -
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return a list with the end of a message if it has markers and words: `<end>turn<sep>`.
+    """Return the text with markers and words that ends every message, such as `<end>turn<sep>`.
 
-    Return [] if messages do not end in this way. If the next marker also ends every message, the
-    list contains this marker, too:
+    The result is a list. It is empty if messages end in another way. If the next marker also ends
+    every message, the list contains this marker, too:
 
     >>> _end_markers_with_words("<end>turn<sep><over>", "<end>turn<sep><over>", header="<bot>")
     ['<end>turn<sep>', '<over>']
@@ -332,9 +332,9 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the text that ends every message if it has markers and words: `<end>turn<sep>`.
+    """Return the text with markers and words that ends every message, such as `<end>turn<sep>`.
 
-    There is a single word between two markers. Return "" if no such text ends every message.
+    A single word is between two markers. Return "" if messages end in another way.
 
     >>> _turn_end_with_words("<end>turn<sep> Hello", "<end>turn<sep>", header="<bot>")
     '<end>turn<sep>'

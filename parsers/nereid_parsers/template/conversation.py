@@ -28,8 +28,8 @@ SECOND_KEY = "zqKeyTwo"
 FIRST_VALUE = "zqValueOne"
 SECOND_VALUE = "zqValueTwo"
 NUMBER_VALUE = 41
-# A string with a line break and markup characters. Some templates write quotes around a string only
-# if the string contains such characters.
+# A string with a line break and markup characters. Some templates write delimiters, such as
+# `<![CDATA[`, around a string only if the string contains such characters.
 SPECIAL_VALUE = f"{FIRST_VALUE}\n<&> {SECOND_VALUE}"
 # Placeholders for the tokens of an unknown tokenizer. They never become a part of a format.
 EOS_TOKEN = "<|zq-end-of-sequence|>"

@@ -40,8 +40,9 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     families = _families_of(section)
     if not families:
         return section
-    # The first call of a section is the form that the template renders. The registered families
-    # were found by the markers of this form, so only this form gets their alternative JSON keys.
+    # The first call of a section is the form that the template renders. `_families_of` compares
+    # only this form with the families. Therefore, only this form also accepts the alternative JSON
+    # keys of the families.
     rendered_call, *other_calls = section.calls
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
     all_sections = (section, *families)

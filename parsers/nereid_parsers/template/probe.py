@@ -185,10 +185,10 @@ class Prober:
         )
 
     def record_source_finding(self, name: str, finding: str) -> None:
-        """Record a finding for the report that comes from the source of the template.
+        """Record a finding about the source of the template, for the report.
 
-        Example: "A string constant of the template contains '</think>'." is such a finding. Each
-        entry of the report consists of a finding and two renderings. For this finding, both are the
+        Example of a finding: "A string constant of the template contains '</think>'." Each entry of
+        the report consists of a finding and two renderings. For this finding, both are the
         rendering of a question, so the report shows no difference.
 
         Args:

@@ -333,8 +333,8 @@ def _value_text(value: object) -> str:
 def report_json(report: Report) -> str:
     """Return the report as the text of a JSON object, which other programs can read.
 
-    The object contains the comparisons, the supported features and the undecided questions only if
-    the format was inferred from a template.
+    Only if the format was inferred from a template, the object contains the comparisons, the
+    supported features, and the sentences that state what could not be inferred.
     """
     analysis = report.analysis
     data: dict[str, Any] = {

@@ -189,7 +189,7 @@ def _call_texts(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTe
     `one_call` and `two_calls` are already rendered. The function adds tool calls with other
     arguments. Examples: a tool call with two arguments shows how the template separates arguments.
     The argument SPECIAL_VALUE, a string with a line break and the characters `<&>`, shows the
-    quotes that some templates write only around such strings.
+    delimiters, such as `<![CDATA[`, that some templates write only around such strings.
     """
     return CallTexts(
         one_call=one_call,

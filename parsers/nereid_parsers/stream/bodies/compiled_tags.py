@@ -73,7 +73,7 @@ class CompiledTags:
         head: Pattern,
         stop_markers: tuple[str, ...],
         markers_between_calls: tuple[str, ...],
-        next_call_start: str,
+        next_header_start: str,
     ) -> None:
         """Compile the regexes for arguments such as `<parameter=city>Paris</parameter>`.
 
@@ -84,32 +84,42 @@ class CompiledTags:
             stop_markers: The markers that end the arguments, for example `</function>`.
             markers_between_calls: The markers that may separate the last value of a tool call from
                 the next header, for example `</function>` and `<tool_call>`.
-            next_call_start: The first fixed text of a tool call's header, if the arguments of the
-                previous tool call end at this header. Otherwise "". Example: the arguments of `f`
-                end at `- g:` in the lines `- f:`, ` a: 1` and `- g:`, so this text is `-`.
+            next_header_start: The first fixed text of each header, if tool calls have no closing
+                marker, so that the next header ends the arguments. Otherwise "". Example: in the
+                lines `- f:`, ` a: 1` and `- g:`, the header `- g:` ends the arguments of `f`, and
+                this text is `-`.
         """
         self.stop_markers = stop_markers
         self._declaration = declaration
         self._head = head
         self._markers_between_calls = markers_between_calls
-        self._next_call_start = next_call_start
+        self._next_header_start = next_header_start
         declarations = (declaration, *declaration.also)
         # The fixed texts with which an argument may start, such as `<parameter=`.
         self._tag_starts = _tag_starts(declarations)
-        # A text that may also start an argument does not show that the next tool call starts.
-        self._ends_at_next_head = bool(next_call_start) and next_call_start not in self._tag_starts
-        self.variants = tuple(
-            CompiledTag(
-                each,
-                _early_ends(each, stop_markers, self._tag_starts),
-                is_json=declaration.escapes == "json" and not each.escapes,
-            )
-            for each in declarations
-        )
+        # If an opening tag starts with the same text as the header, the parser cannot distinguish
+        # the next header from an argument.
+        is_header_like_tag = next_header_start in self._tag_starts
+        self._next_header_ends_arguments = bool(next_header_start) and not is_header_like_tag
+        self.variants = tuple(map(self._compile_variant, declarations))
         self._close_or_tag_start_regex = _compile_close_or_tag_start(
             self.variants, self._tag_starts
         )
         self._between_calls_regex = _compile_between_calls(markers_between_calls)
+
+    def _compile_variant(self, form: TaggedArguments) -> CompiledTag:
+        """Compile one of the declared ways to write an argument.
+
+        Example: a format writes strings as `a="x"`, and all other values as `a=1`. The second form
+        then contains JSON values without quotes.
+        """
+        has_quoted_strings = self._declaration.escapes == "json"
+        is_string_form = bool(form.escapes)
+        return CompiledTag(
+            form,
+            _early_ends(form, self.stop_markers, self._tag_starts),
+            is_json=has_quoted_strings and not is_string_form,
+        )
 
     @lru_cache(maxsize=1024)  # noqa: B019  # A program has few formats, and keeps all of them.
     def for_key(self, key: str) -> CompiledTags:
@@ -125,7 +135,7 @@ class CompiledTags:
             self._head,
             self.stop_markers,
             self._markers_between_calls,
-            self._next_call_start,
+            self._next_header_start,
         )
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
@@ -187,8 +197,9 @@ class CompiledTags:
         if self.is_at_stop_marker(text, pos):
             return pos
         if not is_final and self.may_become_stop_marker(text, pos):
-            # The caller must wait. For the stop marker `[[end]]` and the tag `[{key}]`, the caller
-            # would otherwise read `[[end]` as the opening tag of an argument `[end`.
+            # The caller must wait, because it could mistake an incomplete stop marker for a tag.
+            # Example: the stop marker is `[[end]]`, and the tags have the form `[{key}]`. Then the
+            # incomplete marker `[[end]` looks like the opening tag of an argument `[end`.
             return NEED_MORE
         return self.match_next_call(text, pos, is_final, tools)
 
@@ -207,7 +218,7 @@ class CompiledTags:
             `- g:`          NO_MATCH, because the tool `g` is not offered
             `a: 1`          NO_MATCH
         """
-        if not self._ends_at_next_head:
+        if not self._next_header_ends_arguments:
             return NO_MATCH
         head = self._head.match(text, pos, is_final)
         if not isinstance(head, PatternMatch):
@@ -232,8 +243,9 @@ class CompiledTags:
         search_end = pos + _MAX_UNDECIDED_CHARS
         is_search_complete = is_final or len(text) >= search_end
         if not self._tag_starts:
-            # An argument such as `a=1` has no fixed start, for which `_role_shown_by_tag` could
-            # search. Another tool call must therefore follow the stop marker directly.
+            # `_role_shown_by_tag` searches for the fixed text of a tag, such as `<parameter=`, but
+            # an argument such as `a=1` has no fixed text. Therefore, the start of the next tool
+            # call must follow the stop marker directly.
             next_call = self._match_call_after_markers(
                 text[pos:search_end], is_search_complete, tools
             )
@@ -349,7 +361,7 @@ def _tag_starts(declarations: Iterable[TaggedArguments]) -> tuple[str, ...]:
 def _early_ends(
     declaration: TaggedArguments, stop_markers: tuple[str, ...], tag_starts: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the texts that follow a value without a closing marker.
+    """Return the texts that follow a value if its closing marker is missing (the "early ends").
 
     Examples: the stop marker `</function>`, and the start `<parameter=` of the next tag. The tag
     start `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`. A tag

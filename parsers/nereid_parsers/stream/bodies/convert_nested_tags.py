@@ -245,8 +245,8 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if may_be_completed:
             return ElementKind.UNKNOWN
-        # The tag is malformed, too long or cut off. The kind must be a container, because
-        # `_read_between_children` then reads the tag, and rejects it.
+        # The tag is malformed, too long or cut off, so the tool call must be rejected. If the kind
+        # is a container, `_read_between_children` reads this tag next, and rejects the tool call.
         return element.container_kind(first_child=None)
 
     def _write_opening(self, element: Element) -> None:
@@ -271,7 +271,7 @@ class NestedReader(StepReader):
         element.shares_key = False
 
     def _find_text_end(self, text: str, pos: int) -> tuple[int, bool]:
-        """Find the end of an element's text, and whether a tag prefix, such as `~`, starts there.
+        """Return the end of an element's text, and True if a tag prefix, such as `~`, starts there.
 
         Examples with the tag prefix `]<]` and `pos=0`:
 

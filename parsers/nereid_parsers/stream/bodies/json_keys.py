@@ -154,17 +154,18 @@ class KeyRoles:
             `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED or INVALID, see
                                                                         `_may_be_ignored`
         """
-        may_have_meaning = is_object and self._accepts_other_keys()
-        if may_have_meaning and self._is_arguments_synonym(path):
+        may_contain_arguments = is_object and self._accepts_other_keys()
+        if may_contain_arguments and self._is_arguments_synonym(path):
             return KeyRole.ARGUMENTS
-        if may_have_meaning and self._is_wrapper(path):
+        if may_contain_arguments and self._is_wrapper(path):
             return KeyRole.WRAPPER
         return KeyRole.IGNORED if self._may_be_ignored(path) else KeyRole.INVALID
 
     def _may_be_ignored(self, path: str) -> bool:
-        """Return whether a key without a meaning is ignored. Otherwise the object is content.
+        """Return whether an undeclared key, such as `note`, is skipped together with its value.
 
-        The key is ignored if a marker or an open tool call shows that the object is a tool call, or
+        If the result is False, the key shows that the object is content and not a tool call. The
+        key is skipped if a marker or an open tool call shows that the object is a tool call, or
         if the format declares that a tool call may contain the key, such as `type` (`Keys.extra`).
         """
         is_call = self._is_confirmed or self._writer.is_open
@@ -194,15 +195,16 @@ class KeyRoles:
         """Return whether the object under the key `path` contains the whole tool call.
 
         The format does not declare this key. Example: `function` in `{"function": {"name": "f"}}`.
-        Only a key of the outermost object can have this meaning. The name of the function must not
+        Only a key of the outermost object can be such a wrapper. The name of the function must not
         precede the key.
         """
         return path in _WRAPPER_KEYS and self._parts.name is None
 
     def _add_deviation(self, role: KeyRole, path: str) -> None:
-        """Store a description of the deviation, if the undeclared key at `path` has a meaning.
+        """Store a description of the deviation if an undeclared key is ARGUMENTS or WRAPPER.
 
-        The end event of the tool call contains the description.
+        The end event of the tool call contains the description. An ignored key, such as `note`, is
+        no deviation. `path` is the path of the key.
         """
         if role is KeyRole.ARGUMENTS:
             self._writer.add_deviation(f"the arguments are under the key {_last_key(path)!r}")

@@ -53,14 +53,15 @@ class ObjectReader(StepReader):
         """
         super().__init__(writer, first_step=self._read_opening_brace)
         self._is_confirmed = is_confirmed
-        # The key of the current member: `name`, at `"f"` in `{"function": {"name": "f"}}`.
+        # The key of the member that is being read. Example: while the value `"f"` in
+        # `{"function": {"name": "f"}}` is read, this key is `name`.
         self._key = ""
         # The keys of the objects that enclose this member: `function` in the same example.
         self._outer_keys: list[str] = []
         # The name, the id and the arguments that have been read.
         self._parts = CallParts()
-        # Decides what each key means. A second key `name` has no meaning, so this object receives
-        # `_parts`, which shows whether a name has already been read.
+        # Assigns a role to each key. `_parts` contains the name after it has been read, and thus
+        # shows that a second key `name` must be ignored.
         self._roles = create_roles(keys, self._parts, writer, is_confirmed=is_confirmed)
 
     def finish(self) -> None:
@@ -187,7 +188,7 @@ class ObjectReader(StepReader):
 
             `"name": "f"`     The next step reads the string as the function's name.
             `"name": 1`       The number cannot be a name, so `status` becomes BROKEN.
-            `"type": 1`       The next step skips the value, because the key has no meaning.
+            `"type": 1`       The next step skips the value, because the key is ignored.
             `"function": {`   The brace is read. The next step reads a key of the inner object.
 
         Return the position after the brace of an inner object. Any other value stays unread, so
@@ -276,7 +277,8 @@ class ObjectReader(StepReader):
         if self._scanner.status is BROKEN:
             self.status = BROKEN
             return
-        # No value is open, so arguments that have started are complete.
+        # The members are read one after another, so all values up to here are complete. If one of
+        # them contains the arguments, the arguments are complete.
         self._parts.has_all_arguments = self._parts.has_arguments
         self._next_step = self._read_key_or_closing_brace
 

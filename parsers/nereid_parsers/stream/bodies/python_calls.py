@@ -126,7 +126,7 @@ class PythonCallsReader(StepReader):
         return bracket_start + 1
 
     def _start_call(self, written_name: str) -> bool:
-        """Start a call of the function that the model has written as `written_name`.
+        """Start a call of a function. The model has written the name as `written_name`.
 
         In some formats, a suffix such as `.call` follows each name: `f.call` is a call of `f`.
 

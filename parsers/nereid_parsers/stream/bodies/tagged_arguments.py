@@ -227,11 +227,11 @@ class TaggedReader(StepReader):
                 return OpenPiece(piece_end)
 
     def _piece_before_closing_marker(self, marker: re.Match[str], text: str) -> Piece | None:
-        """Return the piece of the value before the closing marker, which `marker` matches.
+        """Return the piece of the value that ends before `marker`, such as `</parameter>`.
 
-        Return None if `marker` is a part of the value. This is possible if the closing marker is a
-        separator, such as `;`. A separator ends the value only if another argument or a stop marker
-        follows. Examples:
+        `marker` is the match of the value's closing marker. Return None if `marker` is a part of
+        the value. This is possible if the closing marker is a separator, such as `;`. A separator
+        ends the value only if another argument or a stop marker follows. Examples:
 
             `x; b=2`   the last piece `x`, because the argument `b` follows
             `x; y`     None, because `; y` is a part of the value
@@ -431,8 +431,9 @@ class TaggedReader(StepReader):
 
 
 def _start_of_marker(marker: re.Match[str]) -> int:
-    """Return the start of a matched marker, without the white space that the match includes.
+    r"""Return the position of a matched marker, after the white space at the start of the match.
 
-    An incomplete marker has no group. The start of its match is then returned.
+    Example: for the match `\n</p>`, the result is the position of `<`. If the marker is incomplete,
+    such as `\n</`, the result is the start of the match.
     """
     return marker.start(marker.lastgroup or 0)

@@ -251,10 +251,10 @@ class CallReader:
         next_opening = self._find_next_opening()
         if isinstance(next_opening, str):
             return self._read_repeated_opening(next_opening)
-        return None if next_opening is NEED_MORE else self._leave_start()
+        return None if next_opening is NEED_MORE else self._reject_start()
 
-    def _leave_start(self) -> State:
-        """Leave text that looked like a tool call's start, but is not one. Return the next state.
+    def _reject_start(self) -> State:
+        """Give up the expected tool call, because the text starts none. Return the next state.
 
         If the message ends inside this text, as in `<tool_call>{`, the text is removed. Otherwise,
         the text is content, as in `<tool_call> is a tag`.
@@ -266,57 +266,83 @@ class CallReader:
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_opening_chars)
 
     def _find_next_opening(self) -> str | Mismatch:
-        """Return the opening marker that directly follows an opening marker without a tool call.
+        """Return the opening marker that follows another opening marker, as in `<call><call>`.
 
-        White space between the two markers is skipped. Examples for the marker `<call>`:
+        Instead of a tool call, the model has written a second marker. White space between the two
+        markers is skipped. Examples for the marker `<call>`:
 
             unread text      result
-            `<call><call>`   `<call>`
+            `<call><call>`   `<call>`, the second marker
             `<call><ca`      NEED_MORE, or NO_MATCH at the end of the message
             `<call> is`      NO_MATCH
         """
-        buffer = self._buffer
-        kinds = self._format.calls.kinds
-        first_opening = self._expected.unread_opening  # "" if the first marker has been read.
-        # A tool call without a marker starts with `{` or `<function=`, which models do not repeat.
-        is_marker = not first_opening or kinds.get(first_opening) is MarkerKind.OPEN_CALL
-        if not is_marker:
+        if not self._starts_with_marker():
             return NO_MATCH
         next_start = self._position_after_opening()
-        # Without this limit, the search and the stored text would grow with each repeated marker.
-        # The earlier markers are pending text. Only the last of them may be unread.
-        num_unread_chars = next_start - buffer.pos
-        num_chars_before = len(self._text_writer.pending_text) + num_unread_chars
-        if num_chars_before > MAX_HEAD_CHARS:
+        if self._num_chars_of_earlier_markers(next_start) > MAX_HEAD_CHARS:
+            # Without this limit, a model that repeats the marker forever would make the stored text
+            # grow without end.
             return NO_MATCH
+        buffer = self._buffer
         next_text = buffer.text[next_start : next_start + MAX_HEAD_CHARS]
+        kinds = self._format.calls.kinds
         openings = [marker for marker, kind in kinds.items() if kind in _OPENING_KINDS]
         return longest_marker_at_start(next_text, openings, is_final=buffer.is_final)
 
+    def _starts_with_marker(self) -> bool:
+        """Return whether the expected tool call starts with a marker, which a model may repeat.
+
+        A tool call without a marker starts with `{` or `<function=`, which models do not repeat.
+        """
+        opening = self._expected.unread_opening
+        is_marker_read = not opening
+        return is_marker_read or self._format.calls.kinds.get(opening) is MarkerKind.OPEN_CALL
+
+    def _num_chars_of_earlier_markers(self, next_start: int) -> int:
+        """Return the number of characters of all repeated markers that precede `next_start`.
+
+        Example: for `<call><call><call>`, where `next_start` is the start of the third marker, the
+        result is 12. The first marker has been read, and is the pending text. The second marker is
+        unread.
+        """
+        num_read_chars = len(self._text_writer.pending_text)
+        num_unread_chars = next_start - self._buffer.pos
+        return num_read_chars + num_unread_chars
+
     def _position_after_opening(self) -> int:
-        """Return the position after the unread opening marker and the white space after it."""
+        """Return the position after the unread opening marker and the white space after it.
+
+        If the opening marker has already been read, only white space is skipped.
+        """
         opening_end = self._buffer.pos + len(self._expected.unread_opening)
         return skip_whitespace(self._buffer.text, opening_end)
 
     def _read_repeated_opening(self, next_opening: str) -> State:
-        """Store an opening marker that the model has repeated, and expect the next tool call.
+        """Expect a tool call at `next_opening`, a marker that follows another opening marker.
 
-        The stored marker is removed from the output if a tool call follows `next_opening`, the
-        unread marker after it. Otherwise, both markers are content. Examples for the unread text:
-
-            `<call><call>`   The first `<call>` is stored, and the second `<call>` stays unread.
-            `<call>`         Nothing is stored, because the marker before this text, such as
-                             `<calls>`, has already been stored.
+        Example: the model has written `<call><call>`, and `next_opening` is the second `<call>`.
+        The first `<call>` becomes pending text. The pending text is removed from the output if a
+        tool call follows `next_opening`. Otherwise, both markers are content. Return the next
+        state.
         """
-        next_start = self._position_after_opening()
-        if next_start > self._buffer.pos:
-            self._text_writer.store_pending(self._buffer.take_until(next_start))
-        # No text is pending if a complete tool call, instead of a marker, precedes `next_opening`.
-        if self._text_writer.pending_text:
+        self._store_unread_opening()
+        # If a complete tool call precedes `next_opening`, as in `<calls>f()<call>`, no marker is
+        # repeated. There is then no pending text.
+        is_marker_repeated = bool(self._text_writer.pending_text)
+        if is_marker_repeated:
             self._call_writer.add_deviation(_REPEATED_MARKER)
         if self._format.calls.kinds[next_opening] is MarkerKind.OPEN_SECTION:
             return self.open_section(next_opening)
         return self.open_call(next_opening)
+
+    def _store_unread_opening(self) -> None:
+        """Add the unread opening marker, and the white space after it, to the pending text.
+
+        If the marker has already been read and stored, only white space is added.
+        """
+        next_start = self._position_after_opening()
+        if next_start > self._buffer.pos:
+            self._text_writer.store_pending(self._buffer.take_until(next_start))
 
     def _is_start_cut_off(self) -> bool:
         """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.

@@ -255,8 +255,9 @@ class OpenCall:
             `[{"name": "f", "arguments": {}},`   True. The pending text `,` is removed.
             `{"na`                               False, because no tool call has started.
         """
-        # The body reader ends an open tool call. Afterwards, its status is DONE or BROKEN. DONE
-        # means that it has ended a tool call, now or earlier, as in the first two examples.
+        # The body reader ends the tool call that is open, if any. Then the reader's status is DONE
+        # if the reader has ended a tool call now (the first example) or earlier (the second
+        # example). Otherwise the status is BROKEN.
         self._body_reader.finish()
         # If all tool calls have ended in the prompt, the output contains none.
         has_started_calls = self._call_writer.num_started > 0

@@ -61,9 +61,10 @@ class Tools:
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Read the OpenAI tools list, or None. Members that are not valid are ignored.
+        """Store the functions that `tools` declares, and ignore members that are not valid.
 
-        A member is `{"type": "function", "function": {...}}`, or only the inner object.
+        `tools` is the list of tools in the form of the OpenAI API, or None if there is no list. A
+        member is `{"type": "function", "function": {...}}`, or only the inner object.
         """
         self.is_known = bool(tools)
         self.parameters: dict[str, Mapping[str, Any]] = {}  # By the name of the function.
@@ -146,10 +147,10 @@ class _TypeFinder:
         return types
 
     def _declared_types(self, schema: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-        """Return the JSON types of the first keyword in `schema` that decides the type.
+        """Return the JSON types that `schema` declares with one of the keywords below.
 
-        Return None if no keyword decides, or if the type has an unknown name. Examples, in the
-        order of the keywords:
+        If `schema` contains several of these keywords, the first one in this order decides. Return
+        None if `schema` contains none, or if the type has an unknown name. Examples:
 
             {"$ref": "#/$defs/City"}    the types of the schema to which the reference points
             {"type": "integer"}         integer

@@ -164,7 +164,7 @@ def match_object_start(text: str, pos: int) -> int | Mismatch:
 
 
 def decode_string(quoted_text: str) -> str:
-    r"""Return the text of a JSON string with quotes. Example: `"a\u0062"` gives `ab`.
+    r"""Decode a JSON string, and remove its quotes. Example: `"a\u0062"` gives `ab`.
 
     If the string is not valid JSON, for example because its quotes are single quotes, return the
     text between the quotes unchanged. Half of a surrogate pair stays an escape sequence.

@@ -61,8 +61,9 @@ class LiteralReader:
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
         self._expected = Expected.VALUE
         self._containers: list[Container] = []  # The open containers, outermost first.
-        # The last key, such as `'a'` in `{'a'`, until the next character has been read. A colon
-        # shows that it is a key. A comma shows that it is the first item of a set: `{'a', 'b'}`.
+        # The key that has been read, or None if its colon has been read, too. Example: `'a'` in
+        # `{'a'`. If a comma follows instead of the colon, as in `{'a', 'b'}`, `'a'` is not a key,
+        # but the first item of a set.
         self._key: KeyOrItem | None = None
         # The JSON types that the schema allows for the value after the last key, or None for all.
         self._value_types: frozenset[str] | None = None
@@ -109,7 +110,7 @@ class LiteralReader:
             return self._read_after_key(text, pos)
         if self._expected is Expected.COMMA:
             return self._read_comma_or_bracket(text, pos)
-        # A bracket may close the container instead of an item or key: `[]`, or `{'a': 1,}`.
+        # Where an item or a key is expected, the container may end instead: `[]`, or `{'a': 1,}`.
         may_close_container = self._expected in _ITEMS_AND_KEYS
         if may_close_container and text[pos] == self._containers[-1].close:
             return self._close_container(pos)
@@ -132,7 +133,7 @@ class LiteralReader:
         return self._rest_of_value() + closing_brackets
 
     def _rest_of_value(self) -> str:
-        """Return the JSON text that completes an unfinished value or item, without brackets.
+        """Return the JSON text that completes the innermost unfinished value. Close no brackets.
 
         Examples: a missing value gives `null`, and the open string in `["x` gives `"`. If the
         schema allows only an integer for `days`, the stored string in `{"days": "3` gives `3`. The

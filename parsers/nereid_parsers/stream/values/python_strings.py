@@ -222,7 +222,7 @@ class StringReader:
         return pos + 2
 
     def _read_hex_escape(self, text: str, pos: int, is_final: bool) -> int:
-        r"""Read an escape sequence such as `\x41` at `pos`. Write the character with this number.
+        r"""Read an escape sequence such as `\x41` at `pos`, and write the encoded character.
 
         Example: `\x41` is written as `A`. If the digits are missing, or are not the number of a
         character, only the backslash and the letter are read, and are written as two characters.

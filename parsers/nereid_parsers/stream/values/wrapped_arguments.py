@@ -143,7 +143,7 @@ class WrapperFilter:
         `text` is all text that has arrived after the opening brace. The first key decides: `"age`
         is returned, but `"arg` is stored, because it may become the key `"arguments"`.
         """
-        self._position = _position_at_key(text)
+        self._position = _position_after_brace(text)
         if self._position is _Position.NO_WRAPPER:
             return self._pass_all(text)
         self._stored_parts = [text]  # Without the brace, which has been passed on.
@@ -177,8 +177,8 @@ class WrapperFilter:
         return inner_members
 
 
-def _position_at_key(text: str) -> _Position:
-    """Return the position of a filter after it has received `text` after the opening brace.
+def _position_after_brace(text: str) -> _Position:
+    """Return the position that a filter has reached. `text` is all text after the opening brace.
 
     Examples: `"arg` gives IN_FIRST_KEY, because it may become the key `"arguments"`. `"arguments"`
     gives INSIDE_WRAPPER, and `"age` gives NO_WRAPPER.

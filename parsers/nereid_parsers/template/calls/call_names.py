@@ -24,7 +24,14 @@ def mask_repeated_names(texts: CallTexts) -> CallTexts:
 
 
 def _mask_names_after(text: str, num_in_header: int) -> str:
-    """In rendered tool calls, replace each name except the first `num_in_header` with `{name}`."""
+    """Replace the names of functions in `text` with `{name}`, except in the headers of tool calls.
+
+    Each name occurs `num_in_header` times in the header, and the header precedes all other
+    occurrences.
+
+    >>> _mask_names_after("<zqFirstTool>zqValueOne</zqFirstTool>", num_in_header=1)
+    '<zqFirstTool>zqValueOne</{name}>'
+    """
     for name in (FIRST_TOOL, SECOND_TOOL):
         pieces = text.split(name)
         header = name.join(pieces[: num_in_header + 1])

@@ -14,13 +14,13 @@ from nereid_parsers.template.probe import COUNTER_MARK
 
 
 class _NumberGaps(NamedTuple):
-    """The distances between a function's name and the number of its tool call.
+    """The distances, in characters, of a tool call's number from the name of the function.
 
     Attributes:
-        before_name: How many characters are between a number and the name after it: 1 in `0 f`.
-            None if no number precedes the name.
-        after_name: How many characters are between the name and a number after it: 7 in
-            `f index=0`. None if no number follows the name.
+        before_name: How many characters are between a digit and the name after it: 1 in `0 f`.
+            None if no such digit precedes the name.
+        after_name: How many characters are between the name and a digit after it: 7 in
+            `f index=0`. None if no such digit follows the name.
     """
 
     before_name: int | None
@@ -43,14 +43,15 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
-    # In all texts, the number of a tool call has the same distance from the function's name. The
-    # distance, the gap, is measured in the text with two tool calls, because their numbers differ.
+    # The number and the function's name have the same distance (the gap) in all texts. The gap is
+    # measured in the text with two tool calls. Only there, the numbers can be distinguished from
+    # other digits, as in the tag `<h1>`, because only the numbers differ: 0 and 1.
     gaps = _find_number_gaps(texts.two_calls)
     return CallTexts._make(_mask_numbers(text, gaps) for text in texts)
 
 
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
-    """Find the distances between a function's name and the number of its tool call.
+    """Measure the distances between the name of a function and the number of its tool call.
 
     The number of the second tool call is the number of the first tool call plus one. The text
     before the first name is compared with all text before the second name, character by character,
@@ -73,10 +74,10 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
 
 
 def _index_of_next_digit(first: str, second: str) -> int | None:
-    """Return the index of the first difference between two texts if a digit is higher by one there.
+    """Return the index at which `first` contains a digit, and `second` contains the next digit.
 
-    Example: `first` contains 0 and `second` contains 1 at this index. Return None if the first
-    difference is another one, or if the texts are equal.
+    Example: `first` contains 0, and `second` contains 1. All characters before this index must be
+    equal. Return None if the first different characters are not such digits, or if there are none.
 
     >>> _index_of_next_digit(" index=0>", " index=1>")
     7
@@ -114,8 +115,9 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     for name in (FIRST_TOOL, SECOND_TOOL):
         if name in masked:
             before_name, _, after_name = masked.partition(name)
-            # `gaps.before_name` counts from the name to the left, so it is an index of the reversed
-            # text before the name.
+            # The number of characters between a digit and the name is an index of the reversed
+            # text. Example: the text before the name is `:0 `. In the reversed text ` 0:`, the
+            # digit has the index 1.
             masked_before = _mask_digit(before_name[::-1], gaps.before_name)[::-1]
             masked_after = _mask_digit(after_name, gaps.after_name)
             masked = masked_before + name + masked_after

@@ -62,8 +62,9 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
         calls_markup = ListMarkup(item_open=call.before_name, item_close=call.after_arguments)
     if calls_markup is None:
         return None
-    # If the template writes `#<c>f..#</c>#<c>g..#</c>`, `#</c>` closes a tool call. But
-    # `calls_markup.item_close` is `#</c>#`, with the marker of the next `<c>`.
+    # Example: the template writes `#<c>f..#</c>#<c>g..#</c>`, where `#` is the marker of each tag.
+    # Then `calls_markup.item_close` is `#</c>#`. The second `#` must be removed from this text,
+    # because it belongs to the next tag, `<c>`.
     markup = _move_marker_to_next_tag(calls_markup, call.tag_marker)
     calls = calls_with_head(
         before_name=markup.item_open,  # `<c>`

@@ -62,8 +62,8 @@ class _TwoArguments(NamedTuple):
     after_last_value: str  # `</k></c>`
 
 
-class _Quotes(NamedTuple):
-    """The texts before and after a string, such as `<![CDATA[` and `]]>`."""
+class _Delimiters(NamedTuple):
+    """The texts directly before and after a string, such as `<![CDATA[` and `]]>`."""
 
     open: str
     close: str
@@ -123,19 +123,32 @@ def _find_markup(texts: CallTexts) -> _TaggedMarkup | None:
 def _markup_of_arguments(call: _TwoArguments, after: str, after_number: str) -> ListMarkup:
     r"""Return the markup of the list of arguments.
 
-    In most formats, each value has a closing tag, as in `<k a>1</k><k b>2</k>`. If white space
-    alone separates two values, as in `f\na: 1\nb: 2</c>`, the white space is a separator, and the
-    first white space belongs to the text before the list.
+    In most formats, each value has a closing tag, as in `<k a>1</k><k b>2</k>`. In other formats,
+    only white space is between two arguments, as in `f\na: 1\nb: 2</c>`. This white space is then a
+    separator, see `_use_space_as_separator`.
 
     `after` is the text after the last value, which is a string. `after_number` is the text after a
-    number, for example if only strings have a closing quote.
+    number. The two texts differ if only strings are closed, as in `a: "x"` and `a: 1`.
     """
     arguments = list_markup(call.before_key, call.between_arguments, after)
-    is_number_unclosed = after_number == arguments.close
-    has_all_closes = bool(arguments.item_close) and not is_number_unclosed
+    closes_strings = bool(arguments.item_close)
+    closes_numbers = after_number != arguments.close
+    closes_all_values = closes_strings and closes_numbers
+    is_separated_by_space = not arguments.separator and not arguments.item_open.strip()
+    if is_separated_by_space and not closes_all_values:
+        return _use_space_as_separator(arguments)
+    return arguments
+
+
+def _use_space_as_separator(arguments: ListMarkup) -> ListMarkup:
+    r"""Turn the white space before each argument into a separator of two arguments.
+
+    The white space before the first argument becomes a part of the text before the list.
+
+    >>> _use_space_as_separator(ListMarkup(open="f", item_open="\n", close="</c>"))
+    ListMarkup(open='f\n', item_open='', item_close='', separator='\n', close='</c>')
+    """
     space = arguments.item_open
-    if has_all_closes or arguments.separator or space.strip():
-        return arguments
     return replace(arguments, open=arguments.open + space, item_open="", separator=space)
 
 
@@ -172,17 +185,17 @@ def _mask_repeated_keys(text: str) -> str:
 
 
 def _infer_arguments(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArguments:
-    """Infer the tags around the value of an argument, and the quotes or escape sequences, if any.
+    """Infer the tags around the value of an argument, and its delimiters or escape sequences.
 
     Example: a template writes `<p k="a">x</p>`. If the string has special characters, the template
-    writes the quotes `<![CDATA[` and `]]>`, as in `<p k="a"><![CDATA[x<y]]></p>`, or escape
+    may write the delimiters `<![CDATA[` and `]]>`, as in `<p k="a"><![CDATA[x<y]]></p>`, or escape
     sequences, as in `<p k="a">x&lt;y</p>`. `markup` is the markup of the rendered tool calls
     `texts`, in which the arguments are plain strings.
     """
     tags = _infer_value_tags(texts, markup)
-    quotes = _find_quotes(texts, markup.before_value)
-    if quotes is not None:
-        return _add_quotes(tags, quotes)
+    delimiters = _find_delimiters(texts, markup.before_value)
+    if delimiters is not None:
+        return _add_delimiters(tags, delimiters)
     return _add_escapes(tags, texts.special_value)
 
 
@@ -276,13 +289,13 @@ def _text_after_plain_string(texts: CallTexts) -> str:
     return after_value
 
 
-def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
-    """Find the quotes, such as `<![CDATA[`, around strings that contain characters like `<`.
+def _find_delimiters(texts: CallTexts, before_value: str) -> _Delimiters | None:
+    """Find the delimiters, such as `<![CDATA[`, around strings that contain characters like `<`.
 
     Example: the plain string `x` is rendered as `<v>x</v></call>`, and the string `x<&>y` is
-    rendered as `<v><![CDATA[x<&>y]]></v></call>`. So the quotes are `<![CDATA[` and `]]>`. Return
-    None if the template writes no quotes. `before_value` is the text between the key and a plain
-    string, such as `<v>`.
+    rendered as `<v><![CDATA[x<&>y]]></v></call>`. So the delimiters are `<![CDATA[` and `]]>`.
+    Return None if the template writes no delimiters. `before_value` is the text between the key and
+    a plain string, such as `<v>`.
     """
     around_special = _text_around_argument(texts.special_value, FIRST_VALUE, SECOND_VALUE)
     if around_special is None:
@@ -293,30 +306,31 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     has_same_tags = before_special.startswith(before_value) and after_special.endswith(after_value)
     if not has_same_tags:
         return None
-    # The quotes are the texts between the tags and the string.
-    quotes = _Quotes(
+    # The delimiters are the texts between the tags and the string.
+    delimiters = _Delimiters(
         open=before_special.removeprefix(before_value),
         close=after_special.removesuffix(after_value),
     )
-    is_quoted = bool(quotes.open.strip() and quotes.close.strip())
-    return quotes if is_quoted else None
+    is_delimited = bool(delimiters.open.strip() and delimiters.close.strip())
+    return delimiters if is_delimited else None
 
 
-def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
-    """Add quotes to the tags around a value. The tags without quotes remain as an alternative.
+def _add_delimiters(tags: TaggedArguments, delimiters: _Delimiters) -> TaggedArguments:
+    """Add delimiters to the tags around a value. The tags alone remain as an alternative.
 
     The attribute `also` of the result contains the alternatives.
 
-    >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), _Quotes("<![CDATA[", "]]>"))
-    >>> quoted.open, quoted.close, quoted.also[0].open
+    >>> cdata = _Delimiters("<![CDATA[", "]]>")
+    >>> delimited = _add_delimiters(TaggedArguments("<{key}>", "</v>"), cdata)
+    >>> delimited.open, delimited.close, delimited.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    unquoted = replace(tags, also=())
+    tags_alone = replace(tags, also=())
     return TaggedArguments(
         # In the opening tag, `{key}` is a field, so all other braces are doubled. The closing tag
         # has no fields, so its braces are not doubled.
-        open=tags.open + escape_braces(quotes.open),
-        close=quotes.close + tags.close,
-        also=(unquoted, *tags.also),
+        open=tags.open + escape_braces(delimiters.open),
+        close=delimiters.close + tags.close,
+        also=(tags_alone, *tags.also),
         separator=tags.separator,
     )

@@ -1,4 +1,4 @@
-"""Infer the markup of tool calls without arguments in templates that omit the arguments' markup.
+"""Infer the markup of tool calls without arguments, if their form differs from other tool calls.
 
 Example: a template writes `<c>f<args><p=a>1</p></args></c>`, but only `<c>f</c>` if the call of `f`
 has no arguments.
@@ -88,7 +88,9 @@ def _declare_call_without_arguments(
 
 
 def _split_at_last_marker(text: str) -> _TextAfterName:
-    """Split the text after the function's name. The last marker closes the tool call.
+    """Split `text`, which follows the function's name, before the last marker.
+
+    The last marker closes the tool call.
 
     >>> _split_at_last_marker("</name></call>")
     _TextAfterName(header_rest='</name>', call_close='</call>')

@@ -65,7 +65,9 @@ def find_markup_before_call(renderer: CallRenderer) -> MarkupBeforeCall | None:
 
 
 def _opening_only_with_calls(renderer: CallRenderer, before_content: str) -> str:
-    """Return the text that opens the content only in messages with a tool call, or "".
+    """Return the special marker that opens the content if a tool call follows the content, or "".
+
+    The result is "" if the same marker, or no marker, opens the content without a tool call.
 
     `before_content` is the text before the content of a message with a tool call. The wrapper of
     the renderer contains the texts around the content of messages without tool calls. In these

@@ -83,7 +83,7 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     The result also contains the message fields from which the template renders reasoning. If the
     markers of reasoning cannot be found, the attribute `part` of the result is None.
 
-    Mutates: `turn.prober`, which records comparisons and undecided questions for the report. From
+    Mutates: `turn.prober`, which records comparisons and problems for the report. From
         now on, the prober writes reasoning in the form that the template renders.
     """
     # The first step finds a conversation whose reasoning the template renders, or None. The markers
@@ -297,8 +297,8 @@ def _opening_before_reasoning(turn: ModelTurn, text_before_reasoning: str) -> st
     """
     if text_before_reasoning.strip():
         return opening_of_reasoning(text_before_reasoning)
-    # In a message, the reasoning follows its opening marker. In a prompt, other markers, such as
-    # `</think>`, may follow. Therefore, the opening marker is the first marker after the header.
+    # The opening marker is the first marker after the header of a prompt. It may not be the last
+    # one, because `</think>` may follow the opening marker in a prompt that turns off thinking.
     for prompt in turn.prompts:
         opening = first_opening(prompt.after_header)
         if opening:
@@ -324,7 +324,7 @@ def find_interruption(
         closing: The closing marker of reasoning.
 
     Mutates: `turn.prober`. If the closing marker is missing, the prober records the comparison R5
-        for the report. If no other marker ends the reasoning, the prober records an open question.
+        for the report. If no other marker ends the reasoning, the prober records this problem.
 
     Returns:
         The marker, or None if the closing marker or no marker precedes the tool call.

@@ -47,10 +47,11 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _content_pair(literal: str, reasoning_pair: MarkerPair) -> MarkerPair | None:
-    """Return the markers around the content, such as `<answer>`, in a constant of a template.
+    """Return the markers around the content, such as `<answer>`, that `literal` contains.
 
-    Example: "<think></think><answer></answer>" contains the markers `<answer>` and `</answer>`
-    beside the pair of reasoning markers. Return None if the constant contains no other pair.
+    `literal` is a string constant of a template. Example: "<think></think><answer></answer>"
+    contains the markers `<answer>` and `</answer>` beside the pair of reasoning markers. Return
+    None if `literal` contains no other pair.
     """
     other_pairs = (pair for pair in empty_pairs(literal) if pair != reasoning_pair)
     return next(other_pairs, None)
@@ -87,10 +88,10 @@ def find_markers_of_removed_text(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _is_text_removed(turn: ModelTurn, opening: str, closing: str) -> bool:
-    """Return whether the template removes reasoning between two markers from the content.
+    """Return whether the template removes two markers, and the text between them, from the content.
 
-    The template must remove the markers, too. Return False for the markers of tool calls, because
-    these markers do not enclose reasoning.
+    Example: the template renders `<think>REASONING</think>CONTENT` as `CONTENT`. Return False for
+    the markers of tool calls, because these markers do not enclose reasoning.
     """
     content = opening + REASONING_TEXT + closing + CONTENT_TEXT
     answer = turn.text_after_header(Conversation(AssistantMessage(content)))

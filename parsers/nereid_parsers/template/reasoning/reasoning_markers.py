@@ -157,7 +157,7 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
     >>> closing_marker("I am done.\n<b>", opening="I think:\n")
     'I am done.\n'
     """
-    # "" unless several markers open the reasoning and close the reasoning
+    # `compound_closing` returns "" unless several markers open and close the reasoning.
     several_markers = compound_closing(after_reasoning, opening.strip())
     return several_markers or _leading_markup(after_reasoning)
 
@@ -207,7 +207,9 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 
 
 def _last_opening_marker(opening: str, other_texts: tuple[str, ...]) -> str | None:
-    """Return the last marker of `opening`, the text that opens the reasoning, or None.
+    """Return the last of several markers that open the reasoning, or None.
+
+    `opening` contains all these markers:
 
     >>> _last_opening_marker("<|message|><|thinking|>", other_texts=("<|end|>",))
     '<|thinking|>'

@@ -42,8 +42,9 @@ def thinking_switches(
         fixed_variables: The names of variables that always have the same value. They are no
             switches.
     """
-    # Fixed variables are removed only after the list of names has been shortened. Otherwise, other
-    # switches would be tried when the value of one variable is fixed.
+    # The list of names is shortened before the fixed variables are removed. In the opposite order,
+    # a later name would replace each fixed variable among the first `_MAX_NAMES`. Fixing one
+    # variable would then change which other variables are tried.
     first_names = _thinking_variables(template)[:_MAX_NAMES]
     names = [name for name in first_names if name not in fixed_variables]
     # If there are too many settings, the last ones are omitted. Therefore, the settings that

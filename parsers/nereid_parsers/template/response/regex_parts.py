@@ -238,7 +238,8 @@ class _Reader:
         >>> _Reader("a|bc").read_alternatives()
         [('a',), ('b', 'c')]
         """
-        # A sequence with groups, such as `(?:a|b)c`, gives several alternatives itself.
+        # `read_sequence` returns a list, because a sequence with a group, such as `(?:a|b)c`, has
+        # several alternatives even without `|` outside the group.
         result = self.read_sequence()
         while self.peek_token() == "|":
             self.take_token()

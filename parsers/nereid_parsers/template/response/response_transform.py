@@ -13,7 +13,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class _Rule(NamedTuple):
-    """The rule of a transform, which states how transformers builds a tool call.
+    """The rule by which the library `transformers` builds a tool call from the model's JSON.
 
     Attributes:
         function: An object with one placeholder for the name and one for the arguments, such as

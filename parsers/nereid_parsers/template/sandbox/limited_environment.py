@@ -294,7 +294,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.budget.step(self.literal_size)
 
     def _check_size(self, value: Any) -> Any:  # noqa: ANN401
-        """Return a new list, tuple or dict of the template. Raise LimitError if it is too large."""
+        """Return `value`, a list, tuple or dict that an expression of the template has created.
+
+        Raises:
+            LimitError: The value is too large.
+        """
         # `self.budget` may be replaced after the filters have been created. Therefore, the filter
         # is this method, and not the method `check` of one budget.
         return self.budget.check(value)

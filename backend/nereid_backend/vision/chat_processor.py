@@ -17,6 +17,7 @@ from transformers.video_utils import VideoMetadata
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import ModelError, RequestError, first_line
+from nereid_backend.text.chat_template_files import complete_chat_template
 from nereid_backend.tokenizer_file import apply_tokenizer_file
 from nereid_backend.vision.audio_parts import FoundAudio, read_audio
 from nereid_backend.vision.decode_image import ImageLimits
@@ -83,6 +84,9 @@ class TextProcessor:
                 folder, local_files_only=True, trust_remote_code=False
             )
             apply_tokenizer_file(self._tokenizer, folder)
+            self._tokenizer.chat_template = complete_chat_template(
+                self._tokenizer.chat_template, folder
+            )
         except (ValueError, OSError, KeyError, ImportError) as error:
             raise ModelError(
                 f"the tokenizer in {folder} cannot be loaded: {first_line(error)}"

@@ -20,6 +20,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from nereid_backend.core.image_inputs import KINDS
 from nereid_backend.errors import ModelError, first_line
+from nereid_backend.text.chat_template_files import complete_chat_template
 from nereid_backend.tokenizer_file import apply_tokenizer_file, settings_for_tekken
 from nereid_backend.vision.torchvision_operators import declare_operators
 
@@ -81,6 +82,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
         # for the tokenizer.
         tokenizer = getattr(processor, "tokenizer", None)
         processor.chat_template = getattr(tokenizer, "chat_template", None)
+    processor.chat_template = complete_chat_template(processor.chat_template, folder)
     return processor
 
 

@@ -80,7 +80,8 @@ def _read_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[Any, o
 
     The templates are those of the first source that contains any: the .jinja files,
     chat_template.json, processor_config.json, or tokenizer_config.json, whose content is
-    `tokenizer_config`. The result is {} if there are no templates.
+    `tokenizer_config`. If the .jinja files contain no template "default", further templates are
+    read from the first JSON file that contains any. The result is {} if there are no templates.
 
     Raises:
         FormatError: chat_template.json is not a valid JSON file, even if it is not used, or a file
@@ -89,12 +90,14 @@ def _read_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[Any, o
     jinja_templates = _read_jinja_files(path)
     # This file is always read, so that an invalid file is reported even if it is not used.
     json_file = _read_json(path / "chat_template.json")  # {} if there is no such file.
-    if jinja_templates:
+    if "default" in jinja_templates:
         return jinja_templates
+    templates = _templates_by_name(tokenizer_config.get("chat_template"))
     for config in (json_file, _read_json(path / "processor_config.json")):
         if config.get("chat_template") is not None:
-            return _templates_by_name(config["chat_template"])
-    return _templates_by_name(tokenizer_config.get("chat_template"))
+            templates = _templates_by_name(config["chat_template"])
+            break
+    return {**templates, **jinja_templates}
 
 
 def _read_jinja_files(path: Path) -> dict[Any, object]:
@@ -189,7 +192,8 @@ def _read_text(path: Path) -> str:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise FormatError(f"{path} has {size} bytes, but the limit is {MAX_FILE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        # Some editors on Windows begin a file with a byte order mark, which utf-8-sig removes.
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise FormatError(
             f"{path} cannot be read ({error.strerror}). Check its permissions."

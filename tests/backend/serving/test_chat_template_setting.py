@@ -66,6 +66,31 @@ def test_a_template_in_a_file_of_a_processor_applies_to_chats(stored, name, tmp_
     assert rendered_prompt() == "JSON"
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "processor_config.json"])
+def test_the_default_template_may_be_in_a_json_file_beside_additional_templates(name, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("TOOLS")
+    file = folder / name
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(content | {"chat_template": "NO TOOLS"}))
+    builder = PromptBuilder(load_tokenizer(str(folder)), max_model_len=4096)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert builder.render_chat(body) == "NO TOOLS"
+    assert builder.render_chat(body | {"tools": [tool]}) == "TOOLS"
+
+
+def test_a_byte_order_mark_at_the_start_of_a_template_is_no_part_of_the_prompt(tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text("Hello", encoding="utf-8-sig")
+    builder = PromptBuilder(load_tokenizer(str(folder)), max_model_len=4096)
+    assert builder.render_chat({"messages": [{"role": "user", "content": "Hi"}]}) == "Hello"
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", '{"chat_template": [1]}'])
 def test_a_damaged_chat_template_json_is_an_error_of_the_checkpoint(content, tmp_path):
     folder = tmp_path / "chat"

@@ -36,6 +36,15 @@ def test_additional_templates_are_found(checkpoint):
     assert read_checkpoint(folder).template == "b"
 
 
+def test_the_template_in_the_config_is_found_beside_additional_templates(checkpoint):
+    folder = checkpoint({"chat_template": "a"}, additional_chat_templates__rag_DOT_jinja="b")
+    assert read_checkpoint(folder).template == "a"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(checkpoint):
+    assert read_checkpoint(checkpoint({}, chat_template_DOT_jinja="\ufeffa")).template == "a"
+
+
 def test_a_template_file_that_cannot_be_read_is_an_error(checkpoint):
     folder = checkpoint({}, additional_chat_templates__default_DOT_jinja="a")
     (folder / "additional_chat_templates" / "tool_use.jinja").symlink_to(folder / "absent")

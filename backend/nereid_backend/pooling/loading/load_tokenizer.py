@@ -7,6 +7,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.pooling.loading.checkpoint_spec import TOKENS, CheckpointSpec
 from nereid_backend.pooling.loading.sentence_modules import read_tokenizer_arguments
+from nereid_backend.text.chat_template_files import complete_chat_template
 from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
     describe_tokenizer_error,
@@ -40,6 +41,7 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
             f"{describe_tokenizer_error(spec.folder, error)}"
         ) from error
     check_vocabulary_file(spec.folder, tokenizer)
+    tokenizer.chat_template = complete_chat_template(tokenizer.chat_template, spec.folder)
     limit = tokenizer.model_max_length
     if type(limit) not in (int, float):
         raise ModelError(

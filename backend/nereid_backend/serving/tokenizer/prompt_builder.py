@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a text or chat messages to the token ids of a prompt."""
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from nereid_backend.serving.tokenizer.chat_template_renderer import ChatTemplate
 from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
+from nereid_backend.text.chat_template_files import complete_chat_template
 from nereid_backend.text.prompt_encoder import PromptEncoder
 from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 # The type of the default value of a boolean field.
 _Default = TypeVar("_Default", bool, None)
 
-# The files from which transformers reads the chat template of a processor, but not of a tokenizer.
-_TEMPLATE_FILES = ("chat_template.json", "processor_config.json")
 _BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
@@ -55,8 +53,8 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     Code of the checkpoint is not run. transformers chooses the class of the tokenizer, and
     `apply_tokenizer_file` then corrects the rules that the class has ignored in tokenizer.json.
 
-    The chat template comes from a JSON file of the processor, if `_read_json_template` finds one
-    there. Otherwise, it is the template that transformers has loaded with the tokenizer.
+    `complete_chat_template` corrects the chat template, for example if the template is in a file of
+    the processor.
 
     Raises:
         ModelError: the folder is missing, its tokenizer cannot be read, or a chat template has a
@@ -83,10 +81,7 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
             f"{describe_tokenizer_error(folder, error)}"
         ) from error
     check_vocabulary_file(folder, tokenizer)
-    _check_template(tokenizer.chat_template, folder / "tokenizer_config.json")
-    template = _read_json_template(folder)
-    if template is not None:
-        tokenizer.chat_template = template
+    tokenizer.chat_template = complete_chat_template(tokenizer.chat_template, folder)
     return tokenizer
 
 
@@ -100,52 +95,6 @@ def _import_tokenizer_class() -> Any:  # noqa: ANN401 - transformers' class has 
     with importing():  # This makes the import of transformers about a second faster.
         from transformers import AutoTokenizer
     return AutoTokenizer
-
-
-def _read_json_template(folder: Path) -> str | dict[str, str] | None:
-    """Return the chat template in chat_template.json, or else in processor_config.json.
-
-    Many checkpoints for images have their chat template only in one of these files. Return None if
-    these files contain no template, or if the folder contains a template in a .jinja file, which
-    has precedence. If a file contains several templates, the result maps the names of the templates
-    to their texts.
-
-    Raises:
-        ModelError: a file is damaged.
-    """
-    jinja_files = [*folder.glob("chat_template.jinja"), *folder.glob("additional_chat_templates/*")]
-    if jinja_files:
-        return None
-    for path in (folder / name for name in _TEMPLATE_FILES):
-        template = _template_in(path) if path.is_file() else None
-        if template is not None:
-            return template
-    return None
-
-
-def _template_in(path: Path) -> str | dict[str, str] | None:
-    """Return the chat template in a JSON file of a processor; see `_read_json_template`."""
-    try:
-        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-        if isinstance(template, list):  # objects with a name and a template
-            template = {item["name"]: item["template"] for item in template}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"model: {path} cannot be read: {error!r}") from error
-    _check_template(template, path)
-    return template  # type: ignore[no-any-return]
-
-
-def _check_template(template: object, path: Path) -> None:
-    """Raise a ModelError if the chat template in the file `path` has a wrong type.
-
-    A chat template is a text, a dict of texts by name, or None.
-    """
-    sources = template.values() if isinstance(template, dict) else [template]
-    if template is not None and not all(isinstance(source, str) for source in sources):
-        raise ModelError(
-            f"model: chat_template in {path} must be a text or a list of templates, but it is "
-            f"{shown(template)}. Correct the file."
-        )
 
 
 class PromptBuilder:

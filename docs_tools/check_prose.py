@@ -30,7 +30,7 @@ PHRASES = {
 SKIPPED = ("tests/", "demo/lessons/", "docs_tools/")
 ALLOWED = {
     (
-        "backend/nereid_backend/pooling/inputs/generative_rerank.py",
+        "backend/nereid_backend/pooling/inputs/text_prompts.py",
         "judge",
     ): "the prompt of a model",
     ("client/nereid_client/responses/output_items.py", "hel"): "an example of text in pieces",

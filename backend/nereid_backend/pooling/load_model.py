@@ -19,15 +19,16 @@ from nereid_backend.pooling.forward.choose_forward import (
 from nereid_backend.pooling.forward.choose_head import choose_head
 from nereid_backend.pooling.forward.image_text_towers import prepack_towers
 from nereid_backend.pooling.forward.pooling_forward import Head
-from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.inputs.answer_tokens import find_answer_tokens
+from nereid_backend.pooling.inputs.text_prompts import TextPrompts, create_text_prompts
 from nereid_backend.pooling.length_limit import length_limit
 from nereid_backend.pooling.loading.checkpoint_spec import (
-    CAUSAL,
     IMAGE_CAUSAL,
     RETRIEVAL,
     SEQUENCE,
     TOKENS,
     TOWERS,
+    AnswerTokens,
     CheckpointSpec,
 )
 from nereid_backend.pooling.loading.integer_weights import store_as_integers
@@ -54,7 +55,9 @@ class LoadedModel:
         poolers: the names of the pooling methods (see poolers.py).
         normalizes: whether dense vectors are scaled to length 1 by default.
         layers: the layers that convert the token vectors to the outputs.
-        reranker: builds the prompts of a generative reranker; None for other models.
+        prompts: converts texts and pairs to prompts; None if inputs are tokenised directly.
+        answer_tokens: the tokens that give the score of a generative reranker; None for other
+            models.
     """
 
     spec: CheckpointSpec
@@ -67,7 +70,8 @@ class LoadedModel:
     poolers: tuple[str, ...]
     normalizes: bool
     layers: OutputLayers
-    reranker: GenerativeReranker | None
+    prompts: TextPrompts | None
+    answer_tokens: AnswerTokens | None
 
 
 def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> LoadedModel:
@@ -110,7 +114,8 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
         poolers=poolers,
         normalizes=normalizes,
         layers=load_output_layers(Path(config.model), spec, encoder),
-        reranker=_generative_reranker(spec, encoder),
+        prompts=create_text_prompts(spec, encoder.tokenizer),
+        answer_tokens=find_answer_tokens(spec, encoder.tokenizer),
     )
 
 
@@ -203,15 +208,3 @@ def _choose_pooling(
     if normalizes is None:
         normalizes = is_causal and "dense" in spec.kinds
     return poolers, normalizes
-
-
-def _generative_reranker(spec: CheckpointSpec, encoder: Encoder) -> GenerativeReranker | None:
-    """Return the builder of prompts for a generative reranker, or None for another model."""
-    if spec.loader not in (CAUSAL, IMAGE_CAUSAL):
-        return None
-    return GenerativeReranker(
-        encoder.tokenizer,
-        spec.answer_tokens,
-        spec.template_kwargs,
-        has_parts=spec.loader == IMAGE_CAUSAL,
-    )

@@ -32,7 +32,6 @@ from nereid_backend.pooling.forward.pooling_outputs import (
     token_score_outputs,
 )
 from nereid_backend.pooling.forward.self_check_texts import MODEL_ERRORS, random_batch
-from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.inputs.image_requests import TowerImages
 from nereid_backend.pooling.inputs.prepare_items import ItemPreparer, Prepared
 from nereid_backend.pooling.inputs.vision_language_prompts import (
@@ -41,7 +40,13 @@ from nereid_backend.pooling.inputs.vision_language_prompts import (
     RetrievalPrompts,
 )
 from nereid_backend.pooling.load_model import LoadedModel, load_model
-from nereid_backend.pooling.loading.checkpoint_spec import CAUSAL, MASKED, RETRIEVAL, TOWERS
+from nereid_backend.pooling.loading.checkpoint_spec import (
+    CAUSAL,
+    MASKED,
+    RETRIEVAL,
+    TOWERS,
+    AnswerTokens,
+)
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, Value
 from nereid_backend.pooling.split_batch import split_batch
@@ -85,7 +90,7 @@ class PoolingModel:
             loaded.spec,
             info,
             loaded.encoder.tokenizer,
-            reranker=loaded.reranker,
+            text_prompts=loaded.prompts,
             images=_tower_images(loaded),
             prompts=prompts,
         )
@@ -206,9 +211,9 @@ class PoolingModel:
         image_forward = self._image_forward
         loaded = self._loaded
         assert image_forward is not None
-        if loaded.reranker is not None:
+        if loaded.answer_tokens is not None:
             rows = torch.stack([image_forward.last_logits(prepared) for prepared in items])
-            scores = _answer_scores(loaded.reranker, rows)
+            scores = _answer_scores(loaded.answer_tokens, rows)
             return score_outputs(scores, items, activation=loaded.spec.activation)
         with own_attention(loaded.encoder, loaded.forward) if loaded.forward else nullcontext():
             hidden = torch.cat([image_forward.token_vectors(prepared) for prepared in items])
@@ -253,8 +258,8 @@ class PoolingModel:
         """
         loaded = self._loaded
         is_splade = loaded.spec.loader == MASKED
-        if loaded.reranker is not None:
-            scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
+        if loaded.answer_tokens is not None:
+            scores = self._answer_scores_of_texts(loaded.answer_tokens, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
         if is_splade:
             return self._splade_outputs(hidden, batch)
@@ -308,7 +313,7 @@ class PoolingModel:
             return PaddedForward(encoder)(masked_batch)
 
     def _answer_scores_of_texts(
-        self, reranker: GenerativeReranker, hidden: Tensor, batch: TokenBatch
+        self, answer_tokens: AnswerTokens, hidden: Tensor, batch: TokenBatch
     ) -> Tensor:
         """Return one score for each text, float32 [num_texts, 1] (see `_answer_scores`).
 
@@ -316,7 +321,7 @@ class PoolingModel:
         """
         last_tokens = torch.tensor(batch.starts[1:], device=hidden.device) - 1
         slices = [logits for _, logits in token_logits(self._loaded.encoder, hidden[last_tokens])]
-        return _answer_scores(reranker, torch.cat(slices).float())
+        return _answer_scores(answer_tokens, torch.cat(slices).float())
 
     def _embed(
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]
@@ -377,22 +382,22 @@ class PoolingModel:
         return dict(zip(dense_indices, outputs, strict=True))
 
 
-def _answer_scores(reranker: GenerativeReranker, logits: Tensor) -> Tensor:
+def _answer_scores(answer_tokens: AnswerTokens, logits: Tensor) -> Tensor:
     """Return the scores [num_items, 1]. A score is the logit of "yes" minus the logit of "no".
 
     `logits` are the logits that follow the last token of each item, float32 [num_items,
     vocab_size].
     """
-    score = logits[:, reranker.yes]
-    if reranker.no is not None:
-        score = score - logits[:, reranker.no]
+    score = logits[:, answer_tokens.yes]
+    if answer_tokens.no is not None:
+        score = score - logits[:, answer_tokens.no]
     return score[:, None]
 
 
 def _vision_language_prompts(loaded: LoadedModel) -> Prompts | None:
     """Return the object that prepares inputs; None if the model is not a vision-language model."""
     if loaded.spec.takes_messages:
-        return ChatPrompts(loaded.spec, loaded.reranker)
+        return ChatPrompts(loaded.spec, loaded.prompts)
     return RetrievalPrompts(loaded.spec) if loaded.spec.loader == RETRIEVAL else None
 
 

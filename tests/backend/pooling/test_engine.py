@@ -148,7 +148,7 @@ def test_options_that_the_model_does_not_support_are_refused(folder):
         RequestError, match="the kind dense requires one text, but the request has a pair"
     ):
         engine.add("a", [PoolingItem(pair=("w1", "w2"))])
-    with pytest.raises(RequestError, match="requires a generative reranker"):
+    with pytest.raises(RequestError, match="requires a reranker whose prompts"):
         engine.add("a", [PoolingItem(text="w1", instruction="w2")])
 
 

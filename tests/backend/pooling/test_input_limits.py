@@ -75,7 +75,9 @@ def test_the_end_of_a_huge_text_is_kept_if_the_tokenizer_truncates_the_beginning
     model = embedder._engine._model
     tokenizer = model.preparer._tokenizer
     monkeypatch.setattr(tokenizer, "truncation_side", "left")
-    preparer = ItemPreparer(model._loaded.spec, model.info, tokenizer, reranker=None, images=None)
+    preparer = ItemPreparer(
+        model._loaded.spec, model.info, tokenizer, text_prompts=None, images=None
+    )
     (prepared,) = preparer.prepare([PoolingItem(text=HUGE + "w77", truncate=True)])
     assert len(prepared.token_ids) == 128
     assert tokenizer.decode(prepared.token_ids[-4:]) == "w3 w4 w77 </s>"

@@ -23,7 +23,6 @@ from nereid_backend import (
     ModelError,
     RequestError,
     Reranker,
-    UnsupportedModelError,
 )
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
@@ -112,13 +111,69 @@ def test_the_activation_is_the_one_that_the_checkpoint_names(encoder_of, pairs, 
     np.testing.assert_allclose(reranker.score(pairs), expected, rtol=0, atol=1e-5)
 
 
-def test_a_head_that_reads_a_chat_template_is_refused(encoder_of, tmp_path):
-    folder = copy_of(encoder_of("qwen3", "sequence", num_labels=1), tmp_path)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    # sentence-transformers writes the entry `message`, because the tokenizer has a chat template.
+def save_with_template(folder, template):
+    """Let sentence-transformers save a cross-encoder whose tokenizer has a chat template.
+
+    sentence-transformers then adds the entry `message` to the settings, so that pairs are rendered.
+    """
+    (folder / "chat_template.jinja").write_text(template)
     CrossEncoder(str(folder), device="cpu").save_pretrained(str(folder / "saved"))
-    with pytest.raises(UnsupportedModelError, match="texts are rendered with the chat template"):
-        Reranker(str(folder / "saved"))
+    settings = json.loads((folder / "saved" / "sentence_bert_config.json").read_text())
+    assert "message" in settings["modality_config"]
+    return str(folder / "saved")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "bert"])
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("m.content", "m.content[0].text")])
+def test_a_head_renders_pairs_with_the_chat_template(name, template, encoder_of, pairs, tmp_path):
+    folder = copy_of(encoder_of(name, "sequence", num_labels=1), tmp_path)
+    folder = save_with_template(folder, template)
+    reranker = Reranker(folder, num_threads=1, max_model_len=120)
+    query, document = text(random.Random(1), 4), text(random.Random(2), 500)
+
+    scores = reranker.score([*pairs, ("w1", ""), (query, document)], truncate=True)
+
+    # The limit is 120 tokens. The query and the template need 10 of them.
+    start_of_document = " ".join(document.split()[: 120 - 10])
+    reference = CrossEncoder(folder, device="cpu")
+    expected = reference.predict([*pairs, ("w1", ""), (query, start_of_document)])
+    assert np.ptp(expected) > 0.01
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
+    instructed = reranker.score(pairs, instruction="w7 w8")
+    expected = reference.predict(pairs, prompt="w7 w8")
+    np.testing.assert_allclose(instructed, expected, rtol=0, atol=1e-5)
+
+
+def test_a_classifier_renders_single_texts_only_if_the_template_does(encoder_of, pairs, tmp_path):
+    folder = copy_of(encoder_of("bert", "sequence", num_labels=3), tmp_path)
+    folder = save_with_template(folder, TEMPLATE)
+    engine = PoolingEngine(PoolingConfig(folder, num_threads=1), progress=lambda _: None)
+    engine.add("a", [PoolingItem(pair=pair) for pair in pairs])
+    engine.add("b", [PoolingItem(text="w1 w2")])
+    results = []
+    while engine.has_work():
+        results += engine.step()
+    values = {(result.request_id, result.index): result.value for result in results}
+    reference = CrossEncoder(folder, device="cpu")
+    expected = reference.predict([*pairs, "w1 w2"])
+    keys = [*(("a", index) for index in range(len(pairs))), ("b", 0)]
+    np.testing.assert_allclose([values[key] for key in keys], expected, rtol=0, atol=1e-5)
+
+    only_pairs = TEMPLATE.replace("{% else %}{{ m.content }} ", "")
+    (tmp_path / "saved" / "chat_template.jinja").write_text(only_pairs)
+    engine = PoolingEngine(PoolingConfig(folder, num_threads=1), progress=lambda _: None)
+    with pytest.raises(RequestError, match="renders only pairs of a query and a document"):
+        engine.add("a", [PoolingItem(text="w1 w2")])
+
+
+def test_a_head_whose_template_leaves_out_pairs_is_refused(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("qwen3", "sequence", num_labels=1), tmp_path)
+    folder = save_with_template(folder, TEMPLATE.replace("'document'", "'assistant'"))
+    Reranker(folder)  # The template renders a message of the unknown role "document".
+    (tmp_path / "saved" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    message = r"requires a chat template that renders messages of the roles query and document"
+    with pytest.raises(ModelError, match=message):
+        Reranker(folder)
 
 
 def test_the_command_in_the_error_converts_the_pickle_files_of_a_reranker(
@@ -285,12 +340,12 @@ def test_a_template_that_leaves_out_the_content_is_refused(save_reranker):
         Reranker(str(folder))
 
 
-def copy_with_answers(save_reranker, target):
-    """Copy a checkpoint without a template to `target`, and add files of sentence-transformers.
+def copy_with_answers(save_reranker, target, template=None):
+    """Copy a checkpoint with `template` to `target`, and add files of sentence-transformers.
 
     The files declare which tokens are the answers "true" and "false".
     """
-    folder = copy_of(save_reranker(None), target)
+    folder = copy_of(save_reranker(template), target)
     module = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
     answers = {"true_token_id": 12, "false_token_id": 40}
     add_modules(folder, (module, "1_LogitScore", answers), model_type="CrossEncoder")
@@ -303,10 +358,12 @@ def copy_with_answers(save_reranker, target):
     return folder
 
 
+@pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
-    save_reranker, pairs, tmp_path
+    template, save_reranker, pairs, tmp_path
 ):
-    folder = copy_with_answers(save_reranker, tmp_path)
+    # The files exclude messages, so a template is not used.
+    folder = copy_with_answers(save_reranker, tmp_path, template)
     pairs = [*pairs, ("w1 w2", "")]
 
     scores = Reranker(str(folder), task="auto", num_threads=1).score(pairs)
@@ -317,7 +374,7 @@ def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
 
 def test_an_instruction_is_refused_if_the_pairs_have_no_prompt(save_reranker, tmp_path):
     reranker = Reranker(str(copy_with_answers(save_reranker, tmp_path)), num_threads=1)
-    with pytest.raises(RequestError, match="requires a generative reranker whose prompts contain"):
+    with pytest.raises(RequestError, match="requires a reranker whose prompts contain"):
         reranker.score([("w1", "w2")], instruction="w3")
 
 

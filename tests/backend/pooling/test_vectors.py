@@ -23,6 +23,7 @@ from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -169,10 +170,46 @@ def test_a_length_limit_of_a_tokenizer_that_is_no_number_is_refused(encoder_of, 
         Embedder(str(tmp_path))
 
 
-def test_an_embedder_that_reads_a_chat_template_is_refused(encoder_of, tmp_path):
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_an_embedder_renders_texts_with_the_chat_template(
+    name, include_prompt, encoder_of, texts, tmp_path
+):
+    folder = copy_of(encoder_of(name), tmp_path)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor %}{{ task }} :"
+    )
+    mode = "mean" if name == "bert" else "lasttoken"
+    # Without files of sentence-transformers, the library uses the chat template and writes the
+    # entry `message`.
+    modules = [Transformer(str(folder)), Pooling(48, mode)]
+    model = SentenceTransformer(modules=modules, device="cpu")
+    model[1].include_prompt = include_prompt
+    model.prompts = {"query": "w7 w8"}
+    model.save_pretrained(str(folder / "saved"))
+    reference = SentenceTransformer(str(folder / "saved"), device="cpu")
+    embedder = Embedder(str(folder / "saved"), num_threads=1, max_model_len=120)
+
+    vectors = embedder.encode(texts, normalize=False)
+    queries = embedder.encode(texts, normalize=False, prompt_name="query")
+    (vector,) = embedder.encode(text(random.Random(1), 200), normalize=False, truncate=True)
+
+    np.testing.assert_allclose(vectors, reference.encode(texts), rtol=1e-4, atol=1e-5)
+    expected = reference.encode_query(texts)
+    np.testing.assert_allclose(queries, expected, rtol=1e-4, atol=1e-5)
+    # The limit is 120 tokens. The template needs 4 of them.
+    start_of_text = text(random.Random(1), 120 - 4)
+    np.testing.assert_allclose(vector, reference.encode(start_of_text), rtol=1e-4, atol=1e-5)
+
+
+def test_an_embedder_without_the_chat_template_that_its_files_require_is_refused(
+    encoder_of, tmp_path
+):
     folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
-    (folder / "sentence_bert_config.json").write_text('{"modality_config": {"message": {}}}')
-    with pytest.raises(UnsupportedModelError, match="texts are rendered with the chat template"):
+    (folder / "sentence_bert_config.json").write_text(
+        '{"modality_config": {"message": {"format": "flat"}}}'
+    )
+    with pytest.raises(ModelError, match="messages of the role user, but the checkpoint has no"):
         Embedder(str(folder))
 
 

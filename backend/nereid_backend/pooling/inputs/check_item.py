@@ -121,8 +121,8 @@ class ItemChecker:
             )
         if item.instruction is not None and not self._reads_instructions:
             raise RequestError(
-                "instruction: this field requires a generative reranker whose prompts contain an "
-                f"instruction, but this {self._info.architecture} has no such prompts. Leave the "
+                "instruction: this field requires a reranker whose prompts contain an instruction, "
+                f"but this {self._info.architecture} has no such prompts. Leave the "
                 "field out."
             )
 

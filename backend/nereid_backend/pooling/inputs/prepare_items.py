@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError
 from nereid_backend.pooling.inputs.check_item import ItemChecker
-from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.inputs.image_requests import TowerImages
 from nereid_backend.pooling.inputs.query_expansion import TextRules
+from nereid_backend.pooling.inputs.text_prompts import TextPrompts
 from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY, TextLimit
 from nereid_backend.pooling.inputs.vision_language_prompts import Prompts, check_length
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
@@ -75,7 +75,7 @@ class ItemPreparer:
         info: PoolingInfo,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        reranker: GenerativeReranker | None,
+        text_prompts: TextPrompts | None,
         images: TowerImages | None,
         prompts: Prompts | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class ItemPreparer:
             spec: the description of the checkpoint.
             info: the description of the loaded model.
             tokenizer: the tokenizer of the checkpoint.
-            reranker: builds the tokens of a pair for a generative reranker; None for other models.
+            text_prompts: converts texts and pairs to prompts; None if they are tokenised directly.
             images: prepares images for an image tower; None if the model has no image tower.
             prompts: prepares texts and images for a vision-language model; None for other models.
 
@@ -96,21 +96,21 @@ class ItemPreparer:
         self._spec = spec
         self._info = info
         self._tokenizer = tokenizer
-        self._reranker = reranker
+        self._text_prompts = text_prompts
         self._images = images
         self._prompts = prompts
         # The process that decodes images; None if the model accepts no images.
         image_source = images or prompts
         self._image_process = image_source.image_process if image_source is not None else None
         # The object that validates an item, and fills in the missing fields of the item.
-        truncation_side = (reranker or tokenizer).truncation_side
+        truncation_side = (text_prompts or tokenizer).truncation_side
         text_limit = TextLimit(info.max_model_len, info.max_token_bytes, truncation_side)
         self._checker = ItemChecker(
             spec,
             info,
             text_limit,
             is_vision_language=prompts is not None,
-            reads_instructions=reranker is not None and reranker.reads_instructions,
+            reads_instructions=text_prompts is not None and text_prompts.reads_instructions,
         )
         # The length limits of queries and documents, and the expansion of short queries.
         self._rules = TextRules.check_and_create(
@@ -236,8 +236,8 @@ class ItemPreparer:
         Args:
             items: the items by their index in the request. Each item has a text or a pair.
         """
-        if self._reranker is not None:
-            yield from self._rerank_tokens(self._reranker, items)
+        if self._text_prompts is not None:
+            yield from self._prompt_tokens(self._text_prompts, items)
             return
         # In one call, the tokenizer accepts either single texts or pairs. If the request contains
         # both, two calls are necessary.
@@ -267,23 +267,28 @@ class ItemPreparer:
         types = encoded.get("token_type_ids") or [None] * len(items)
         yield from zip(items.keys(), encoded["input_ids"], types, strict=True)
 
-    def _rerank_tokens(
-        self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
+    def _prompt_tokens(
+        self, prompts: TextPrompts, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Tokenise pairs for a generative reranker. Yield the index and the tokens of each item.
+        """Convert texts and pairs to prompts. Yield the index and the tokens of each item.
 
-        The tokens are those of a chat message, which contains an instruction, the query and the
-        document. If an item has no instruction, `item.prompt` is the instruction.
+        The tokens are those of chat messages. The messages of a pair contain an instruction, the
+        query and the document. If an item has no instruction, `item.prompt` is the instruction.
 
         Args:
-            reranker: builds the chat message.
-            items: the items by their index in the request. Each item has a pair of texts.
+            prompts: builds the chat messages.
+            items: the items by their index in the request. Each item has a text or a pair.
         """
         for index, item in items.items():
             # If an item must not be truncated, a message that is too long is refused later.
             limit = self._info.max_model_len if item.truncate else None
-            instruction = item.instruction or item.prompt
-            token_ids = reranker.tokens(_text_pair(item), instruction, limit)
+            if item.pair is None:
+                token_ids = prompts.text_tokens(
+                    item.text or "", item.prompt, item.prompt_name, limit
+                )
+            else:
+                instruction = item.instruction or item.prompt
+                token_ids = prompts.pair_tokens(_text_pair(item), instruction, limit)
             type_ids = None  # The message is one text, so all tokens have the default type.
             yield index, token_ids, type_ids
 
@@ -339,9 +344,10 @@ class ItemPreparer:
     def _num_unpooled_tokens(self, item: PoolingItem, num_tokens: int) -> int:
         """Return the number of the prompt's tokens that are left out of the pooling.
 
-        At least one of the `num_tokens` tokens of the item must be pooled.
+        At least one of the `num_tokens` tokens of the item must be pooled. If the prompt is a chat
+        message, all tokens are pooled, as in sentence-transformers.
         """
-        if not item.prompt or self._spec.include_prompt:
+        if not item.prompt or self._spec.include_prompt or self._text_prompts is not None:
             return 0
         return min(self._prompt_len(item.prompt), num_tokens - 1)
 
@@ -445,7 +451,7 @@ def _texts_of(item: PoolingItem) -> tuple[str, ...]:
 
 def _text_pair(item: PoolingItem) -> tuple[str, str]:
     """Return the query and the document of a pair whose document is a text."""
-    assert item.pair is not None, "the checker requires a pair for a reranker"
+    assert item.pair is not None, "the caller has checked that the item is a pair"
     query, document = item.pair
     assert isinstance(document, str), "only vision-language models accept images as documents"
     return query, document

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from nereid_backend.errors import ModelError, RequestError
-from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.inputs.image_processors import (
     load_page_processor,
     run_processor,
     split_outputs,
 )
 from nereid_backend.pooling.inputs.image_requests import IMAGE_WORKER, prepare_images
+from nereid_backend.pooling.inputs.text_prompts import TextPrompts
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.pooling_items import PoolingItem
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
@@ -38,25 +38,25 @@ class ChatPrompts:
         image_process: the process that prepares prompts with images.
     """
 
-    def __init__(self, spec: CheckpointSpec, reranker: GenerativeReranker | None) -> None:
+    def __init__(self, spec: CheckpointSpec, pair_prompts: TextPrompts | None) -> None:
         """Load the processor.
 
         Args:
             spec: the description of the checkpoint.
-            reranker: builds the messages for a query and a document; None if the model embeds.
+            pair_prompts: builds the messages for a query and a document; None if the model embeds.
 
         Raises:
             ModelError: the processor is missing or broken, or the checkpoint of a reranker has no
                 chat template.
         """
         self._processor = ChatProcessor(spec.folder, spec.config)  # prepares prompts without images
-        if reranker is not None and not self._processor.has_template:
+        if pair_prompts is not None and not self._processor.has_template:
             raise ModelError(
                 f"{spec.folder} has no chat template, which a vision-language reranker needs."
             )
         # Images need a separate process, because a damaged image can crash the image decoder.
         self.image_process = ImageWorkerHandle(_CHAT_IMAGE_WORKER, str(spec.folder))
-        self._reranker = reranker
+        self._pair_prompts = pair_prompts
         # A checkpoint without a modules.json is an ordinary chat model, so its prompts end with the
         # beginning of an answer (the generation prompt). sentence-transformers adds a generation
         # prompt only if the files of a checkpoint set `add_generation_prompt`.
@@ -87,19 +87,19 @@ class ChatPrompts:
 
     def _prepare_pair(self, pair: tuple[str, str | bytes], instruction: str | None) -> ImagePrompt:
         """Convert a pair of a query and a document to a prompt. The document may be an image."""
-        assert self._reranker is not None, "only requests to a reranker contain pairs"
+        assert self._pair_prompts is not None, "only requests to a reranker contain pairs"
         query, document = pair
         if isinstance(document, bytes):
             text, image = "", document
         else:
             text, image = document, None
-        messages, variables = self._reranker.messages(query, text, instruction)
+        messages, variables = self._pair_prompts.pair_messages(query, text, instruction)
         messages_with_parts: list[dict[str, Any]] = [
             {**message, "content": _text_parts(message["content"])} for message in messages
         ]
         if image is not None:
-            # The reranker accepts only texts. Its last message ends with the document, so the image
-            # is added at the end.
+            # `pair_messages` accepts only texts. The last message ends with the document, so the
+            # image is added at the end.
             messages_with_parts[-1]["content"].append({"type": "image"})
         return self._build_prompt(messages_with_parts, image, variables)
 

@@ -52,6 +52,10 @@ class CheckpointSpec:
         has_modules: whether the checkpoint has a modules.json.
         takes_messages: whether inputs are converted to chat messages, which the checkpoint's
             processor renders. The messages can contain images.
+        renders_messages: whether the files of sentence-transformers require that texts are rendered
+            with the chat template of the tokenizer.
+        message_format: the form of a message's content in these files: "flat" (a text),
+            "structured" (a list of parts), or another value if the files do not define the form.
         poolers: the methods that combine token vectors into one vector. The results of several
             methods are concatenated. An empty tuple means the default for the model.
         include_prompt: whether the tokens of a prompt are pooled, too.
@@ -84,6 +88,8 @@ class CheckpointSpec:
     loader: str = BASE
     has_modules: bool = False
     takes_messages: bool = False
+    renders_messages: bool = False
+    message_format: str | None = None
     poolers: tuple[str, ...] = ()
     include_prompt: bool = True
     token_modules: tuple[ModuleSpec, ...] = ()

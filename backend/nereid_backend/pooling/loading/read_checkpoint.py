@@ -82,14 +82,35 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
         spec = _add_input_rules(base, sentence_config)
         _check_default_prompt(root, spec)
         if spec.task == "embed":
-            return describe_embedding(spec, settings, root, _embedding_modules(settings, modules))
-        return _describe_scoring(spec, modules, sentence_config)
+            spec = describe_embedding(spec, settings, root, _embedding_modules(settings, modules))
+        else:
+            spec = _describe_scoring(spec, modules, sentence_config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # The functions above do not check the type of each value in the JSON files.
         raise ModelError(
             f"a JSON file in {root}, such as {SENTENCE_CONFIG_FILE}, has a value of a wrong type, "
             f"or lacks a value ({type(error).__name__}: {error}). Download the JSON files again."
         ) from error
+    _check_messages(spec)
+    return spec
+
+
+def _check_messages(spec: CheckpointSpec) -> None:
+    """Raise an UnsupportedModelError if the tokenizer cannot render the chat messages of a model.
+
+    The tokenizer cannot render messages with images. The rules of models with multi-vector output,
+    such as the expansion of queries, are for texts that are not rendered.
+    """
+    has_images = getattr(spec.config, "vision_config", None) is not None
+    has_own_rules = spec.kinds == ("multi_vector",) or spec.loader == TOKENS
+    if spec.renders_messages and (has_images or has_own_rules):
+        raise UnsupportedModelError(
+            f"{spec.folder}: the settings file of sentence-transformers has an entry 'message' in "
+            "modality_config, so inputs are rendered with the chat template. This is not supported "
+            "for models with one vector or label for each token, and for models of images without "
+            "a processor. If the model was trained without a chat template, remove the entry. "
+            "Otherwise, use another checkpoint."
+        )
 
 
 def _read_architecture_and_task(
@@ -150,29 +171,19 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
     Examples of the fields that this function sets are the prompts, the length limit and the
     variables of the chat template. `sentence_config` is the content of the file
     config_sentence_transformers.json.
-
-    Raises:
-        UnsupportedModelError: the checkpoint converts texts to chat messages, but is neither a
-            generative reranker nor a supported vision-language model.
     """
     settings = read_settings(spec.folder)  # saved by sentence-transformers
-    # Vision-language models take chat messages. The settings may require chat messages for another
-    # model, too.
+    # Vision-language models take chat messages, which the processor renders. The settings may
+    # require chat messages for another model, too, which the tokenizer renders.
     takes_messages = _takes_messages(spec, settings)
-    settings_require_messages = "message" in (settings.get("modality_config") or {})
-    is_generative_reranker = spec.task == "rerank" and spec.architecture.endswith(GENERATIVE)
-    if settings_require_messages and not takes_messages and not is_generative_reranker:
-        raise UnsupportedModelError(
-            f"{spec.folder}: the settings file of sentence-transformers has an entry 'message' in "
-            "modality_config, so texts are rendered with the chat template. This is supported only "
-            "for generative rerankers and vision-language models. If the model was trained without "
-            "a chat template, remove the entry. Otherwise, use another checkpoint."
-        )
+    message_settings = (settings.get("modality_config") or {}).get("message")
     if not takes_messages:
         _check_tokenizer_arguments(spec.folder, _tokenizer_arguments(settings))
     return replace(
         spec,
         takes_messages=takes_messages,
+        renders_messages=message_settings is not None and not takes_messages,
+        message_format=(message_settings or {}).get("format"),
         prompts=_named_prompts(sentence_config),
         default_prompt_name=sentence_config.get("default_prompt_name"),
         max_seq_length=_max_seq_length(spec.folder, settings),

@@ -264,7 +264,7 @@ def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may contain any type
 
 
 def _read_tools(path: str) -> list[dict[str, Any]]:
-    """Return the tools in a JSON file. Raise ValueError if it contains no list of objects."""
+    """Return the tools in a JSON file. Raise ValueError if the file is no list of objects."""
     tools = _read_json(path)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(

@@ -100,7 +100,8 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
 def text_without(texts: tuple[str, ...]) -> Node:
     """Return the grammar node for any text that contains none of `texts`, such as `; days=`.
 
-    In contrast to `any_text`, white space in `texts` has a meaning. `texts` must not be empty.
+    In contrast to `any_text`, white space at both ends of each text is kept. `texts` must not be
+    empty.
     """
     count_chars(sum(len(text) + _CHARS_OF_CONST for text in texts))
     return {"type": "any_text", "excludes": list(texts)}

@@ -262,7 +262,7 @@ def _without_forbidden(
     properties `{"a": {"type": "string"}, "b": False}`, `{"a": {"type": "string"}}` is returned.
 
     Raises:
-        CannotMergeError: A forbidden property is `required`, so that no object is valid. A property
+        CannotMergeError: A forbidden property is `required`, so no object is valid. A property
             is forbidden, but the schema allows properties that are not listed.
     """
     forbidden_names = [name for name, schema in schema_by_name.items() if schema is False]

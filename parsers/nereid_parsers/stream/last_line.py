@@ -35,7 +35,7 @@ class LastLine:
         self._text = last_line
 
     def mentions_next_tag(self, whitespace: str) -> bool:
-        r"""Return whether the content only mentions the next tag, so that the tag is no markup.
+        r"""Return whether the content only mentions the next tag. Such a tag is no markup.
 
         `whitespace` is the white space between this line and the tag.
         Examples, in the order of the code:

@@ -256,10 +256,9 @@ class ReasoningReader:
     def _start_possible_call(self) -> State:
         """Return the state in which the matched tool call inside the reasoning is read.
 
-        The state is INTERRUPTED_REASONING if `</think>` may follow, and would show that the text is
-        not a tool call. The tool call ends the reasoning, and is read in the state CONTENT, if the
-        reasoning contains no other text, or if the message has ended, so that no `</think>` can
-        follow.
+        The state is INTERRUPTED_REASONING if `</think>` may follow. This marker would show that the
+        text is not a tool call. In two cases, the tool call ends the reasoning, and the state is
+        CONTENT: the reasoning contains no other text, or the message has ended.
         """
         # Inline reasoning is never empty, because it contains the opening marker.
         has_reasoning = self._text_writer.has_text_since_marker or self._is_inline

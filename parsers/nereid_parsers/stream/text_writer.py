@@ -78,7 +78,7 @@ class TextWriter:
         return self._last_text_type is not None
 
     def mentions_next_tag(self) -> bool:
-        """Return whether the content only mentions the next tag, so that the tag is no markup.
+        """Return whether the content only mentions the next tag. Such a tag is no markup.
 
         Examples: the result is True for `Write <think>`, and False for `Hi.<think>`.
         """

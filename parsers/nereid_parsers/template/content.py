@@ -156,7 +156,7 @@ def _text_after_reasoning(
 
 
 def _wrapper_beside_calls(text_of_call: str, text_of_both: str) -> Wrapper | None:
-    """Return the markers around the content of messages with a tool call, or None.
+    """Return the markers that enclose the content in messages with a tool call, or None.
 
     The markers are those around CONTENT_TEXT in `text_of_both`, a rendered answer with content and
     a tool call. They belong to the content only if `text_of_call`, a rendered answer without

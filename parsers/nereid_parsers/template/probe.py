@@ -152,7 +152,7 @@ class Prober:
         return True
 
     def error_message(self, conversation: Conversation) -> str | None:
-        """Render a conversation. Return the error message of the template, or None if it succeeds.
+        """Render a conversation. Return the template's error message, or None without an error.
 
         Example: the result is "UndefinedError: 'today' is undefined".
         """

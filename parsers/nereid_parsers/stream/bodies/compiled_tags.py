@@ -84,10 +84,10 @@ class CompiledTags:
             stop_markers: The markers that end the arguments, for example `</function>`.
             markers_between_calls: The markers that may separate the last value of a tool call from
                 the next header, for example `</function>` and `<tool_call>`.
-            next_header_start: The first fixed text of each header, if tool calls have no closing
-                marker, so that the next header ends the arguments. Otherwise "". Example: in the
-                lines `- f:`, ` a: 1` and `- g:`, the header `- g:` ends the arguments of `f`, and
-                this text is `-`.
+            next_header_start: The first fixed text of the header that ends the arguments of the
+                previous tool call, or "" if a marker ends the arguments. Example: in the lines
+                `- f:`, ` a: 1` and `- g:`, the header `- g:` ends the arguments of `f`, and this
+                text is `-`.
         """
         self.stop_markers = stop_markers
         self._declaration = declaration

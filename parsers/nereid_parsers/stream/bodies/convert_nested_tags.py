@@ -381,6 +381,6 @@ def _compile_prefix_regex(tag_prefix: str) -> re.Pattern[str]:
 def _kind_of_text(element: Element) -> ElementKind:
     """Return the kind of an element that contains text: STRING, or VALUE for any other type.
 
-    STRING means that the schema allows only a string, so that the text can be written at once.
+    STRING means that the schema allows only a string, so its text can be written at once.
     """
     return ElementKind.STRING if element.types == _STRING_ONLY else ElementKind.VALUE

@@ -174,9 +174,9 @@ class KeyRoles:
     def _accepts_other_keys(self) -> bool:
         """Return whether the arguments may be under a key that the format does not declare.
 
-        The arguments must not have been found yet. A key that is not declared does not show that
-        the object is a tool call. Therefore a marker or an earlier tool call must show it, or the
-        offered tools must be known, so that the name of an offered tool can show it.
+        The arguments must not have been found yet. In addition, a marker or an earlier tool call
+        must show that the object is a tool call, because an undeclared key does not show this.
+        If the offered tools are known, the name of an offered tool can show this instead.
         """
         is_recognizable = self._is_confirmed or self._writer.tools.is_known
         return is_recognizable and not self._parts.has_arguments

@@ -206,8 +206,8 @@ class TaggedReader(StepReader):
     def _piece_before(self, marker: re.Match[str], text: str, pos: int) -> Piece | None:
         """Return the piece of the value between `pos` and `marker`.
 
-        Return None if the value contains the marker, so that the piece does not end there. The
-        group of the match shows the kind of the marker:
+        Return None if the marker is a part of the value and does not end the piece. The group of
+        the match shows the kind of the marker:
 
             "close"   the closing marker of the value, such as `</p>`
             "early"   another marker that may end the value, such as `</call>`

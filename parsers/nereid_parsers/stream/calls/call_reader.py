@@ -111,7 +111,7 @@ class CallReader:
         stays unread, because `read_start` reads the header. `marker` is the first fixed text of the
         header, for example `<function=`.
 
-        Return the state CALL_START. Return None if no tool call can start here, so that the caller
+        Return the state CALL_START. Return None if no tool call can start here. The caller then
         writes `marker` as content.
         """
         expected = self.starts.at_head(marker)
@@ -120,7 +120,7 @@ class CallReader:
     def open_unmarked_call(self, opening: str) -> State | None:
         """Prepare to read a tool call that starts with `opening`, such as `{`, instead of a marker.
 
-        Return the state CALL_START. Return None if no tool call can start here, so that the caller
+        Return the state CALL_START. Return None if no tool call can start here. The caller then
         writes `opening` as content.
         """
         has_content = self._text_writer.has_content

@@ -101,7 +101,7 @@ class Tools:
         return self._argument_types[cache_key]
 
     def argument_schema(self, function: str, key: str) -> object:
-        """Return the JSON schema of the argument `key`, or None if it is not declared."""
+        """Return the JSON schema of the argument `key`, or None if no schema is declared."""
         properties = self.parameters.get(function, {}).get("properties")
         return properties.get(key) if isinstance(properties, Mapping) else None
 

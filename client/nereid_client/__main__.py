@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from nereid_client.batches.batch_folder import batch_folder
 from nereid_client.settings import SettingsError, settings_from_flags
 from nereid_client.workers.worker_place import WorkerPlace
 
@@ -27,6 +28,7 @@ def _run(arguments: Sequence[str]) -> int:
     """Run the frontend, or start several workers that run it, and return the exit code."""
     settings = settings_from_flags(arguments)
     worker = WorkerPlace.from_environment()  # None if no other process has started this process
+    batch_folder(settings)  # checks the folder
     # The imports below are inside the function, so that the process that starts the workers does
     # not load the modules of the application.
     if settings.frontend_workers > 1 and worker is None:

@@ -197,7 +197,8 @@ def _check_format(setting: str, *, reasoning: str | None = None, tools: str | No
 def _check_folders(settings: ServingSettings, config: EngineConfig) -> None:
     """Raise a ConfigError if a setting names a folder that does not exist or lacks its main file.
 
-    The engine would report such a folder, too, but only after it has loaded its libraries.
+    The hosts in image_url_hosts are also checked. The models would report such a setting, too, but
+    only after they have loaded their libraries.
     """
     folder = config.draft_model
     if folder is not None and not (Path(folder) / "config.json").is_file():
@@ -215,11 +216,11 @@ def _check_folders(settings: ServingSettings, config: EngineConfig) -> None:
                 "adapter_config.json. Give the folder of a LoRA adapter in PEFT's layout"
                 f"{example}."
             )
-    if settings.image_folder and not Path(settings.image_folder).is_dir():
-        raise ConfigError(
-            f"image_folder: {settings.image_folder} is not a folder. Give the folder from which "
-            "images are read, or remove the setting."
-        )
+    if settings.image_url_hosts or settings.image_folder:
+        # The import takes a quarter of a second, and few servers read images from URLs.
+        from nereid_backend.vision.image_sources import ImageSources
+
+        ImageSources(settings.image_url_hosts, folder=settings.image_folder)  # checks the settings
 
 
 def _check_length(config: EngineConfig) -> None:

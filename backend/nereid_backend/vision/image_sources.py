@@ -85,7 +85,8 @@ class ImageSources:
             folder: the folder whose files may be read with file URLs. "" allows no files.
 
         Raises:
-            ConfigError: an item of `hosts` has another form, so it would never allow a host.
+            ConfigError: an item of `hosts` has another form, so it would never allow a host, or
+                `folder` is not a folder that can be read.
         """
         self._hosts = [host.strip().lower() for host in hosts.split(",") if host.strip()]
         for host in self._hosts:
@@ -94,6 +95,11 @@ class ImageSources:
                     "image_url_hosts: each item must be a host such as example.org, "
                     f"example.org:8443, *.example.org or *, but one item is {host}."
                 )
+        if folder and not (Path(folder).is_dir() and os.access(folder, os.R_OK | os.X_OK)):
+            raise ConfigError(
+                f"image_folder: {folder} is not a folder that this user can read. Give the folder "
+                "from which images are read, or remove the setting."
+            )
         self._timeout_s = timeout_s
         self._folder = folder
 

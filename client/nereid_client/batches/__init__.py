@@ -2,6 +2,7 @@
 
 A client uploads a file of requests. The frontend runs these requests with the lowest priority.
 
+    batch_folder.py    finds and checks the folder
     stored_files.py    the files on disk
     receive_upload.py  receives an uploaded file
     multipart.py       parses the form with the file

@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastapi import FastAPI, Request
 
+from nereid_client.batches.batch_folder import batch_folder
 from nereid_client.batches.batch_runner import BatchRunner
 from nereid_client.batches.line_requests import LineSender, LineSlots
 from nereid_client.batches.stored_batches import BatchStore
@@ -47,10 +47,11 @@ def _start_batches(app: FastAPI, context: Context) -> Batches | None:
     Return None if the settings turn the Batch API off.
     """
     settings = context.settings
-    if not settings.batch_folder or not settings.max_stored_files:
+    folder = batch_folder(settings)
+    if folder is None:
         return None
     limits = FileLimits(settings.max_stored_files, settings.max_stored_file_bytes)
-    store = BatchStore(FileStore(Path(settings.batch_folder).expanduser(), limits))
+    store = BatchStore(FileStore(folder, limits))
     gate = app.state.gate
     largest_share = max(1, int(settings.max_concurrent_requests * _LARGEST_SHARE_OF_BATCHES))
     limit = min(settings.max_batch_requests, largest_share)

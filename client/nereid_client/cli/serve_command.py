@@ -1,6 +1,7 @@
 """`nereid serve`: run a Triton server and the OpenAI frontend together."""
 
 import argparse
+import dataclasses
 import ipaddress
 import os
 import secrets
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nereid_client.batches.batch_folder import batch_folder
 from nereid_client.cli.serve_flags import (
     ENGINE_FLAGS,
     FRONTEND_FLAGS,
@@ -25,7 +27,7 @@ from nereid_client.cli.tritonserver_command import (
 )
 from nereid_client.console import CliError, complain
 from nereid_client.management_key import KEY_VARIABLE
-from nereid_client.settings import VARIABLES, Settings
+from nereid_client.settings import VARIABLES, Settings, SettingsError
 from nereid_client.several_models.model_variables import without_model_settings
 from nereid_client.several_models.models_file import adapter_names
 from nereid_client.several_models.serve_models import ServedModels
@@ -70,6 +72,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     Raises: CliError.
     """
     startup_checks.check_python_version()
+    startup_checks.check_open_files()
     tritonserver = find_tritonserver(args.tritonserver)
     repository = find_repository(args.model_repository)
     startup_checks.check_model_repository(repository)
@@ -80,7 +83,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         environment |= pooling_models.environment(models.pooling_models)
         names = [models.name, *(model.name for model in models.pooling_models)]
         _check_adapter_names(environment.get("NEREID_LORA_ADAPTERS", ""), names)
-    _add_frontend_defaults(environment)
+    warnings = _add_frontend_defaults(environment)
     settings = startup_checks.check_frontend_settings(environment)
     host = args.host or "127.0.0.1"
     if _is_ipv6(host):
@@ -136,7 +139,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         http_url=http_url,
         hang_timeout_s=args.hang_timeout,
         max_process_memory=args.max_process_memory,
-        warnings=_exposure_warnings(host, settings),
+        warnings=warnings + _exposure_warnings(host, settings),
         restarts=RestartPolicy(args.max_restarts, args.restart_backoff),
         drain_timeout_s=args.drain_timeout,
         log_format=settings.log_format,
@@ -144,18 +147,25 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     )
 
 
-def _add_frontend_defaults(environment: dict[str, str]) -> None:
-    """Add the frontend settings for which `nereid serve` has a different default.
+def _add_frontend_defaults(environment: dict[str, str]) -> list[str]:
+    """Add the frontend settings for which `nereid serve` has a different default. Return warnings.
 
     Without a batch folder, the frontend alone would have no Batch API. `nereid serve` uses a folder
-    of its own. If the clients have API keys, the supervisor needs a key, too, because it sends
-    requests to the frontend. This key is generated.
+    of its own, if files can be stored there. If the clients have API keys, the supervisor needs a
+    key, too, because it sends requests to the frontend. This key is generated.
     """
     settings = startup_checks.check_frontend_settings(environment)
+    warnings = []
     if not settings.batch_folder:
-        environment["NEREID_BATCH_FOLDER"] = str(_state_folder() / f"batches-{settings.port}")
+        folder = str(_state_folder() / f"batches-{settings.port}")
+        try:
+            batch_folder(dataclasses.replace(settings, batch_folder=folder))
+            environment["NEREID_BATCH_FOLDER"] = folder
+        except SettingsError as error:
+            warnings.append(f"The Batch API is turned off. {error}")
     if settings.api_key_file and not settings.api_key:
         environment["NEREID_API_KEY"] = secrets.token_urlsafe(32)
+    return warnings
 
 
 class _OneLanguageModel:

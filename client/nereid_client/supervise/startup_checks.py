@@ -5,6 +5,7 @@ Each check raises a CliError if it fails.
 
 import errno
 import importlib.util
+import resource
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from nereid_client.batches.batch_folder import batch_folder
 from nereid_client.console import CliError
 from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.settings import Settings, SettingsError, settings_from_environment
@@ -19,6 +21,9 @@ from nereid_client.supervise.check_checkpoint import unreadable
 from nereid_client.workers.worker_pool import check_settings_of_several_workers
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
+# With three models and no connection, the Triton server has about 75 open files.
+_FEWEST_OPEN_FILES = 256
+_USUAL_OPEN_FILES = 1024
 # The module of the backend that checks the models' settings. It runs as a separate program, because
 # the client package must not import the backend package.
 _BACKEND_CHECK = "nereid_backend.serving.check_settings"
@@ -36,6 +41,23 @@ def check_python_version(running: tuple[int, int] = sys.version_info[:2]) -> Non
             f"Nereid requires Python 3.11, 3.12 or 3.13, but this is Python {running[0]}."
             f"{running[1]}. Create the virtual environment again with one of these versions."
         )
+
+
+def check_open_files() -> None:
+    """Raise the limit on open files of this process and its children to at least 1024, if allowed.
+
+    Raises: CliError if the largest limit that is allowed is too low for the Triton server.
+    """
+    limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if largest < _FEWEST_OPEN_FILES:
+        raise CliError(
+            f"a process may have at most {largest} open files here (`ulimit -n`), but the Triton "
+            f"server needs up to {_FEWEST_OPEN_FILES}, and one more for each connection. Raise the "
+            "limit, for example with `ulimit -n 4096`, with LimitNOFILE=4096 in a service of "
+            "systemd, or with `docker run --ulimit nofile=4096`."
+        )
+    if limit < _USUAL_OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(largest, _USUAL_OPEN_FILES), largest))
 
 
 def check_embedded_numpy(installed: str | None = None) -> None:
@@ -123,6 +145,7 @@ def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
         if settings.api_key_file:
             # Reading the file checks the file. The frontend reads the keys later.
             read_key_file(Path(settings.api_key_file))
+        batch_folder(settings)  # checks the folder
         if settings.frontend_workers > 1:
             check_settings_of_several_workers(settings)
         return settings

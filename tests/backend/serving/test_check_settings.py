@@ -48,6 +48,7 @@ def test_the_settings_of_the_repository_have_no_problem():
         ({"NEREID_DRAFT_MODEL": "/none"}, "draft_model: /none is not a folder with a file config"),
         ({"NEREID_LORA_ADAPTERS": "a=/none"}, "lora_adapters: the folder /none of the adapter 'a'"),
         ({"NEREID_IMAGE_FOLDER": "/none"}, "image_folder: /none is not a folder"),
+        ({"NEREID_IMAGE_URL_HOSTS": "https://a.org"}, "image_url_hosts: each item must be a host"),
         ({"NEREID_MAX_NUM_SEQS": "100000000"}, "max_num_seqs: the value must be at most 16384"),
     ],
 )

@@ -264,3 +264,10 @@ def test_an_adapter_with_the_name_of_the_model_is_refused(plan, variables):
     [port] = free_ports(1)
     with pytest.raises(CliError, match="an adapter and a model have the name 'echo-model'"):
         plan(f"--openai-port={port}", *flags, **variables)
+
+
+def test_a_state_folder_that_cannot_store_files_turns_the_batch_api_off(plan):
+    [port] = free_ports(1)
+    made = plan(f"--openai-port={port}", "--log-file=-", XDG_STATE_HOME="/dev/null")
+    assert "NEREID_BATCH_FOLDER" not in made.frontend_program.environment
+    assert made.warnings[0].startswith("The Batch API is turned off. NEREID_BATCH_FOLDER: files")

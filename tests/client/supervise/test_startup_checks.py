@@ -72,6 +72,21 @@ def test_an_unsupported_python_version_is_refused(version):
         checks.check_python_version(version)
 
 
+@pytest.mark.parametrize(("limits", "raised"), [((64, 4096), 1024), ((64, 512), 512)])
+def test_a_low_limit_on_open_files_is_raised(monkeypatch, limits, raised):
+    changed = []
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(checks.resource, "setrlimit", lambda _, pair: changed.append(pair))
+    checks.check_open_files()
+    assert changed == [(raised, limits[1])]
+
+
+def test_a_limit_on_open_files_that_is_too_low_is_refused(monkeypatch):
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(CliError, match=r"at most 64 open files .* up to 256, .*ulimit -n 4096"):
+        checks.check_open_files()
+
+
 def test_a_folder_without_the_ensemble_is_not_a_model_repository(tmp_path):
     with pytest.raises(CliError, match=r"has no llm/config\.pbtxt"):
         checks.check_model_repository(tmp_path)
@@ -96,6 +111,7 @@ REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
     [
         (["--max-model-len=foo"], {}, "max_model_len: the value must be an integer, but it is"),
         (["--log-level=loud"], {}, "NEREID_LOG_LEVEL: the value must be 'debug', 'info', "),
+        ([], {"NEREID_BATCH_FOLDER": "/dev/null/a"}, "NEREID_BATCH_FOLDER: files cannot be stored"),
         ([], {"NEREID_MAX_BODY_BYTE": "8"}, "NEREID_MAX_BODY_BYTE: this setting does not exist."),
     ],
 )

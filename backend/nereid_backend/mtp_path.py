@@ -174,12 +174,20 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
 
 
 def _can_append(part: _StoredStates, start: int) -> bool:
-    """Return whether `part` is short, and its states reach the position `start`."""
+    """Return whether states from the position `start` on can be appended to `part`.
+
+    This is possible if the part is short, and if `start` is in the part or directly after its end.
+    """
     return len(part.states) < _MAX_APPENDED and part.start <= start <= part.end
 
 
 def _delete_oldest_parts(parts: list[_StoredStates]) -> None:
-    """Delete the oldest parts as long as the other parts contain at least `_MAX_STATES` states."""
+    """Delete the oldest parts, but keep at least the newest `_MAX_STATES` states.
+
+    Example: with `_MAX_STATES` 4096, the parts have 300, 4000 and 200 states. The first part is
+    deleted, because the other parts contain 4200 states. The second part is kept, because the last
+    part alone contains fewer than 4096 states.
+    """
     num_stored = sum(len(part.states) for part in parts)
     while num_stored - len(parts[0].states) >= _MAX_STATES:
         num_stored -= len(parts.pop(0).states)
@@ -286,15 +294,16 @@ class MtpPath:
         # The MTP layer's sequence lacks the first token of the large model's sequence:
         #
         #     position                         0  1  2
-        #     sequence of the large model      a  b  c
-        #     sequence of the MTP layer        b  c
+        #     sequence of the large model      A  B  C
+        #     sequence of the MTP layer        B  C
         large_model_sequence = self._targets[chunk.sequence]
         num_known_tokens = len(large_model_sequence.token_ids) - 1
         is_draft_token = chunk.start >= num_known_tokens
         if is_draft_token:
             return self._last_outputs[chunk.sequence][None]  # [1, hidden_size]
-        # The token before b is a. The position of a in the large model equals the position of b in
-        # the MTP layer, so `chunk.start` is a position in both sequences.
+        # Example: the MTP layer needs the hidden state of the token A to process the token B. The
+        # position of B in the MTP layer is 0, and the position of A in the large model is also 0.
+        # Therefore, `chunk.start` is also the position of the first needed hidden state.
         weight: Tensor = self._model.layers[0].eh_proj.weight
         hidden_size = weight.shape[0]
         hidden_states = weight.new_zeros(chunk.num_tokens, hidden_size)

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# The rules that normalise a text and divide the text into words.
 _WORD_RULES = ("normalizer", "pre_tokenizer")
 _RULES = (*_WORD_RULES, "decoder", "post_processor")
-# Settings of rules that are ignored when the rules are compared. For add_prefix_space and the
-# settings of BERT's normalizer, tokenizer_config.json and the default of the class have priority.
-# The setting trim_offsets changes only the positions of tokens in a text.
+# When two rules are compared, these settings of the rules are ignored. For add_prefix_space and the
+# settings of BERT's normalizer, tokenizer_config.json and the default of the tokenizer's class have
+# priority over tokenizer.json. The setting trim_offsets changes only the positions of tokens in a
+# text.
 _IGNORED = (
     *("add_prefix_space", "trim_offsets"),
     *("lowercase", "strip_accents", "handle_chinese_chars"),
@@ -81,7 +83,10 @@ def apply_tokenizer_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> 
 
 
 def _apply_model_settings(backend: Any, settings: dict[str, Any], path: Path) -> None:  # noqa: ANN401 - see Args
-    """Copy the settings of the model in a tokenizer.json to the model of a tokenizer.
+    """Copy the settings of the BPE or WordPiece model from tokenizer.json to a loaded tokenizer.
+
+    The model is the part of a tokenizer that divides a word into tokens. If the loaded model has
+    another type than the model in the file, replace the whole model.
 
     Args:
         backend: the `tokenizers.Tokenizer`, which is changed.
@@ -136,7 +141,8 @@ def _rules_to_replace(backend: Any, file: Any, settings: dict[str, Any]) -> list
     if type(backend.pre_tokenizer) is PreTokenizer:
         return []
     word_rules = _word_rules_to_replace(backend, file, settings)
-    # The decoder joins the tokens that the word rules have divided.
+    # The decoder reverses the word rules when tokens are joined to a text. If a word rule is
+    # replaced, the decoder of the class no longer matches.
     decoder = ["decoder"] if word_rules and file.decoder is not None else []
     has_special_token_setting = any(name in settings for name in _POST_PROCESSOR_SETTINGS)
     replaces_post_processor = file.post_processor is not None and not has_special_token_setting
@@ -145,9 +151,10 @@ def _rules_to_replace(backend: Any, file: Any, settings: dict[str, Any]) -> list
 
 
 def _word_rules_to_replace(backend: Any, file: Any, settings: dict[str, Any]) -> list[str]:  # noqa: ANN401 - see `_rules_to_replace`
-    """Return those rules for dividing a text into words that differ from tokenizer.json."""
-    # For the setting add_prefix_space, a class without byte-level rules, such as that of Llama 2,
-    # creates other rules than the file. The rules of the class are right.
+    """Return the names in `_WORD_RULES` whose rules differ between `backend` and tokenizer.json."""
+    # If tokenizer_config.json contains add_prefix_space, a class without byte-level rules, such as
+    # the class of Llama 2, creates its word rules from this setting. The file can contain different
+    # word rules. The model needs the rules of the class, so no rule is replaced.
     is_byte_level = any(_is_byte_level(rules.pre_tokenizer) for rules in (backend, file))
     if settings.get("add_prefix_space") is not None and not is_byte_level:
         return []

@@ -75,7 +75,11 @@ def stream(client: InferenceServerClient, inputs: list[InferInput]) -> Iterator[
 
 
 def request_inputs(prompt: str, max_tokens: int, *, is_chat: bool) -> list[InferInput]:
-    """Return the input tensors of the model `llm` for a chat message, or for a text to continue."""
+    """Return the input tensors of the model `llm`.
+
+    If `is_chat` is true, `prompt` is the message of a user. Otherwise, the model continues the text
+    `prompt`.
+    """
     stream = tensor("stream", "BOOL", True)
     if is_chat:
         message = {"role": "user", "content": prompt}

@@ -1,4 +1,4 @@
-"""Locks files that show whether a program still runs."""
+"""Opens and locks a file. The lock shows other programs that this program still runs."""
 
 import fcntl
 import os

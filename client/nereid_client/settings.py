@@ -104,9 +104,10 @@ def _settings_class(cls: type[ClassT]) -> type[ClassT]:
 
 
 def _check_size(value: object) -> object:
-    """Return `value`. Raise ValueError if it is a string, but no size in bytes. Example: "4,096".
+    """Return `value`. Raise a ValueError if `value` is a string that is not a size in bytes.
 
-    Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
+    Examples: "64MiB" is returned, and "4,096" raises the error. Without this check, pydantic's
+    ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """
     if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)? ?([kmgt]?i?b)?", value.lower()):
         raise ValueError("Input should be a number of bytes, such as 65536 or 64MiB")

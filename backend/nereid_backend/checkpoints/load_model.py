@@ -320,11 +320,12 @@ def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers
 
 
 def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
-    """Return whether a model can be loaded with the name of a registered attention function.
+    """Return whether a model calls the attention function whose name is passed to transformers.
 
-    The class of the model must use transformers' attention interface. Any other class ignores the
-    name or raises an error. If transformers has no class for the model, the result is True, because
-    only `from_pretrained` can tell.
+    The name is the argument `attn_implementation` of `from_pretrained`. The class of the model must
+    use transformers' attention interface. Any other class ignores the name or raises an error. If
+    transformers has no class for the model, the result is True, because only an attempt to load the
+    model shows the answer.
 
     Args:
         config: the config of the model.

@@ -109,10 +109,12 @@ def check_unused_weights(folder: Path, names: list[str], model: PreTrainedModel)
 
 
 def _check_needed_weights(folder: Path, names: list[str], model: PreTrainedModel) -> None:
-    """Raise an UnsupportedModelError if a layer needs a weight that the model does not use.
+    """Raise an UnsupportedModelError if the output is wrong because the model ignores a weight.
 
-    A weight that contains only zeros is not needed. Some programs write a bias of zeros for a layer
-    without a bias. `check_unused_weights` describes the arguments.
+    Example: the file contains a bias for a linear layer, but the model creates this layer without a
+    bias. If an ignored weight contains only zeros, the output is correct, so no error is raised.
+    Some programs write a bias of zeros for a layer without a bias. `check_unused_weights` describes
+    the arguments.
     """
     needed = [name for name in names if _is_needed_by_layer(name, model)]
     tensors = open_tensors(folder) if needed else {}
@@ -140,10 +142,12 @@ def _is_weight_in_layer(name: str, model: PreTrainedModel) -> bool:
 
 
 def _is_needed_by_layer(name: str, model: PreTrainedModel) -> bool:
-    """Return whether a layer of the model would give other outputs if it used an unused weight.
+    """Return whether the output of a layer is wrong because the model ignores the weight `name`.
 
-    Examples: the bias of a linear layer, if the model has the layer without a bias, and BERT's
-    embeddings of relative positions, which transformers no longer supports.
+    `name` is the name of a weight in the files that the model does not use. The result is True in
+    two cases:
+    - The weight is the bias of a layer that the model creates without a bias.
+    - The weight is BERT's embedding of relative positions, which transformers no longer supports.
     """
     if name.endswith(".distance_embedding.weight"):
         return True

@@ -115,10 +115,11 @@ class DiskTier:
         return True
 
     def _plan_read(self, sequence: Sequence) -> _PrefixRead | None:
-        """Decide what to read from disk for a sequence. Return None if nothing must be read.
+        """Decide what to read from disk for a sequence. Return None if no read is needed.
 
-        The available prefix consists of the leading blocks that are in memory or on disk. Nothing
-        must be read if this prefix is empty, or is completely in memory.
+        The available prefix consists of the leading blocks that are in memory or on disk. No read
+        is needed if this prefix is empty, or if the prefix (and its snapshot, for a recurrent
+        model) is completely in memory.
         """
         hashes = self._available_prefix(sequence)
         if not hashes:

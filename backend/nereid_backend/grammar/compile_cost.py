@@ -58,16 +58,18 @@ _RISKY_NODES = frozenset(
 )
 _LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
 _QUICK_LENGTH = 1000
-# The patterns and lengths of a structural tag allow repetitions. xgrammar 0.2.8, which compiles
-# structural tags, needs time for each repetition. A repetition in a pattern takes about 20 times as
-# long as a repetition in a length. Even with a vocabulary of 2048 tokens, 60 patterns `.{0,99}`
-# take nine seconds. The sum of all repetitions in a quick tag is at most _QUICK_TAG_REPETITIONS.
+# A child process first tests whether a structural tag compiles in time if the patterns and lengths
+# of the tag allow more than `_QUICK_TAG_REPETITIONS` repetitions in total. xgrammar 0.2.8, which
+# compiles structural tags, needs time for each allowed repetition. Example: even with a vocabulary
+# of 2048 tokens, 60 patterns `.{0,99}` take nine seconds.
 _QUICK_TAG_REPETITIONS = 640
+# A repetition in a pattern takes about `_PATTERN_WEIGHT` times as long to compile as a repetition
+# in a length, such as maxLength.
 _PATTERN_WEIGHT = 20
-# xgrammar compiles these string formats slowly. For each format, the number is the upper bound of a
-# length, such as maxLength, that takes the same time to compile. With a vocabulary of 150,000
-# tokens, 20 properties with the format `uri-template` take five seconds. The other formats are
-# quick.
+# The string formats that xgrammar compiles slowly, with their costs in repetitions. Example: the
+# format "email" takes as long to compile as the keyword `"maxLength": 340`. With a vocabulary of
+# 150,000 tokens, 20 properties with the format "uri-template" take five seconds. All other formats
+# compile quickly, so their cost is 0.
 _FORMAT_REPETITIONS = {
     "email": 340,
     "hostname": 140,
@@ -232,7 +234,9 @@ def _num_repetitions(tag: object) -> float:
             total += _FORMAT_REPETITIONS.get(text_format, 0)
         for name in _LENGTHS:
             length = node.get(name)
-            # `not` is used, because a length that is NaN must be added. NaN >= 0 would be False.
+            # JSON from a client can contain NaN as a length. NaN must be added to `total`, because
+            # a tag whose total is NaN is then tested first. For NaN, `not length < 0` is True, but
+            # `length >= 0` is False.
             if isinstance(length, int | float) and not length < 0:
                 total += length
     return total

@@ -218,9 +218,7 @@ def _limit_keywords() -> None:
 
 
 def _limit_regular_expressions() -> None:
-    """Replace the function with which jsonschema applies regular expressions by `_search`.
-
-    `_search` has a time limit.
+    """Make jsonschema use `_search`, which has a time limit, for regular expressions.
 
     Several keywords, such as `pattern` and `additionalProperties`, call `re.search`. Therefore, the
     variable `re` in the modules of the keywords gets an object with another function `search`.

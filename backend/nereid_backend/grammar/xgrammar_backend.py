@@ -139,7 +139,7 @@ class XGrammarMatcher:
 
 
 def _has_short_forced_texts(source: str) -> bool:
-    """Return whether a structural tag certainly forces no long text.
+    """Return True only if it is certain that a structural tag cannot force a long text.
 
     A grammar forces a text if no other text may follow the answer so far. xgrammar computes the
     whole forced text, whatever its length. Example: the regular expression `((a{900}){900}){900}`

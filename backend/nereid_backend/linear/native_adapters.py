@@ -90,8 +90,9 @@ class NativeAdapters:
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
         self._layer_outputs = (ctypes.c_int64 * len(layers))(*map(_num_outputs, layers.values()))
         self._products = _matrix_products(groups)
-        # Maps the name of each layer that the kernels do not compute to the key of the layer (see
-        # `_product_key`). The forward hook of the layer passes this key to the kernels.
+        # Contains the layers that the kernels do not compute. The keys of the dictionary are the
+        # names of the layers, and the values are the results of `_product_key`. The forward hook of
+        # a layer passes this value to the kernels.
         self._hook_keys = _hook_keys(layers)
         self._stored: dict[Adapter, _StoredAdapter] = {}
         # Whether the matrices of the adapters are bfloat16. Otherwise, they are float32.

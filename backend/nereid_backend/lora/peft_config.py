@@ -45,7 +45,10 @@ class PeftConfig:
     settings: dict[str, Any]
 
     def rank(self, layer_name: str) -> object:
-        """Return the value that the file has for the rank of a layer; None if it has no value."""
+        """Return the rank that the file contains for a layer; None if the file contains no rank.
+
+        The rank is not validated, so the result can be any JSON value.
+        """
         return self._layer_setting("rank_pattern", layer_name, default=self.settings.get("r"))
 
     def scale(self, layer_name: str, rank: int) -> float:

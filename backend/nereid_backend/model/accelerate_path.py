@@ -272,7 +272,8 @@ def use_piecewise_graphs(
         )
         progress(f"steps with prefills are not replayed from captured graphs: {first_line(error)}")
         return
-    # After a failed capture, the path replays no step, and `progress` has received the reason.
+    # If the capture fails, `_capture_pieces` passes the reason to `progress`, and `path` computes
+    # its steps without graphs.
     graphs = _capture_pieces(path, capture, setup.sizes, progress)
     if graphs.failure is None:
         progress("the parts of steps with prefills are replayed from captured graphs")
@@ -285,7 +286,7 @@ def _capture_pieces(
     report: Callable[[str], None],
     token_counts: Sequence[int] = TOKEN_COUNTS,
 ) -> PiecewiseGraphs:
-    """Capture the steps with prefills as CUDA graphs that the path replays. Return the graphs.
+    """Capture steps with prefills as CUDA graphs, and store the graphs in `path`. Return them.
 
     The work of a step between two attention calls is one graph (a piece). If a capture fails, all
     graphs are deleted, and the path computes its steps without graphs.
@@ -294,7 +295,7 @@ def _capture_pieces(
         path: the path. Mutated.
         capture: captures the graphs on the GPU.
         sizes: the sizes of the path's KV cache, and the limits of a step.
-        report: called with a line of text if steps are not replayed.
+        report: called with a line of text if the capture fails.
         token_counts: the step sizes in tokens for which graphs are captured.
     """
     graphs = path.piecewise_graphs(capture.capture_pieces, sizes, report)

@@ -67,9 +67,9 @@ def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
 
 
 def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
-    """Return a module with torch's fused function that can replace an RMSNorm module, or None.
+    """Return a FusedRmsNorm with the same outputs as `module`. Return None if there is none.
 
-    Only an RMSNorm whose single parameter is a vector of weights can be replaced.
+    `module` must be an RMSNorm whose single parameter is a vector of weights.
     """
     if not type(module).__name__.endswith("RMSNorm"):
         return None

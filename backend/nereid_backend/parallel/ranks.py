@@ -245,9 +245,10 @@ class Ranks:
 
         On GPUs, end the communication with the other ranks, too.
         """
-        # If the process of a rank ends unexpectedly, the other ranks lose their connections to it,
-        # and fail shortly afterwards. Such a failure can be received first. After this wait, the
-        # end of the process has been received, too, and `_take_failures` describes only this end.
+        # If the process of a rank ends unexpectedly, the other ranks lose their connections to this
+        # process, and fail shortly afterwards. The error message of such a rank can arrive before
+        # the end of the process is noticed. Wait until the end is noticed, because `_take_failures`
+        # then describes the dead rank, the cause, instead of the ranks that failed after it.
         time.sleep(_FOLLOWING_ERRORS_S)
         self._failure = self._take_failures()
         # This process may end at any time after `_has_failed` is set, so first remove the folder of

@@ -7,8 +7,8 @@ import numpy as np
 
 from nereid_backend.device_transfer import Integers
 
-# Decodes with at most `_SHORT_BLOCKS` blocks are always computed together and padded to the same
-# number of blocks. Computing the padding takes less time than a second attention call.
+# All decodes of a step that have at most `_SHORT_BLOCKS` blocks are computed together and padded to
+# the same number of blocks. Computing the padding takes less time than a second attention call.
 _SHORT_BLOCKS = 16
 # Longer decodes are computed together if padding multiplies the number of their blocks by at most
 # `_MAX_PADDING_FACTOR`.
@@ -51,9 +51,10 @@ def group_by_length(lens: Integers, block_size: int) -> list[LengthGroup]:
     if max_blocks <= _SHORT_BLOCKS or is_padding_small:
         all_decodes = slice(len(lens))
         return [LengthGroup(all_decodes, lens)]
-    # Decodes with at most `_SHORT_BLOCKS` blocks have the lowest level. At a higher level n,
-    # each decode has more than 2^(n-1) and at most 2^n blocks. The longest decode of such a
-    # level therefore has less than twice as many blocks as the shortest decode.
+    # Each level becomes one group. The lowest level is 4, because `_SHORT_BLOCKS` is 2^4. This
+    # level contains every decode with at most `_SHORT_BLOCKS` blocks. At a higher level n, each
+    # decode has more than 2^(n-1) and at most 2^n blocks, so the longest decode has less than twice
+    # as many blocks as the shortest decode. Example: decodes with 17 to 32 blocks have the level 5.
     levels = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
     indices_of_groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
     return [LengthGroup(indices, lens[indices]) for indices in indices_of_groups]

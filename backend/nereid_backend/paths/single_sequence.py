@@ -125,12 +125,13 @@ class SinglePath:
         end = chunk.start + chunk.num_tokens
         first = end - chunk.num_logits
         if self._uses_cache:
-            # Compute the output tokens before `first` that the stored state lacks.
+            # Extend the stored state, so that it covers all tokens before `first`.
             self._restore_state(state_key, sequence, num_tokens=first)
         # To report log-probabilities of the prompt, the logits of several prompt tokens are needed.
         reports_prompt_logprobs = first < sequence.num_prompt_tokens - 1
         if reports_prompt_logprobs and sequence.images is not None:
-            # A call must not end within a prompt with images.
+            # Most models do not accept a part of a prompt with images, so one call computes the
+            # logits of the whole prompt.
             return self._image_prompt_logits(state_key, sequence, first, end)
         return torch.stack(
             [self._logits_at(state_key, sequence, index) for index in range(first, end)]

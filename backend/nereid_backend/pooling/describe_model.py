@@ -108,8 +108,8 @@ def _dimension(loaded: LoadedModel) -> int:
         return int(getattr(config, _SIZE_FIELDS[spec.loader]))
     if spec.loader == MASKED:  # a sparse vector has one weight for each entry of the vocabulary
         return loaded.encoder.vocab_size
-    # All other models compute token vectors. The layers `tokens` convert these vectors, and can
-    # change their size.
+    # All other models compute token vectors. The layers in `loaded.layers.tokens` convert these
+    # vectors, and can change the size of the vectors.
     size = _output_size(loaded.layers.tokens, _hidden_size(config))
     if "dense" in spec.kinds:
         # The vectors that the pooling methods compute for a text are concatenated.

@@ -154,11 +154,13 @@ class _Methods(NamedTuple):
 def _choose_methods(
     spec: CheckpointSpec, encoder: Encoder, hook: AttentionHook, max_len: int
 ) -> _Methods:
-    """Choose the fastest exact methods for the token vectors and for the head's output of a batch.
+    """Choose the methods that compute the token vectors and the head's output for a batch of texts.
 
-    A method is exact if its outputs for a batch equal its outputs for single texts, except for
-    rounding errors. The result also contains the difference between the outputs for a batch and the
-    outputs for single texts. The loader determines which methods the model has:
+    Of the exact methods, the fastest is chosen. A method is exact if its outputs for a batch equal
+    its outputs for single texts, except for rounding errors.
+
+    The result also contains the difference between the outputs for a batch and the outputs for
+    single texts. The loader determines which methods the model has:
 
         loader                    method for token vectors    method for the head
         TOWERS                    None                        None

@@ -116,9 +116,9 @@ class PoolingModel:
         return model
 
     def _check_layers(self) -> None:
-        """Run each layer that comes after the transformers model once, to test the layer.
+        """Test the layers that follow the transformers model. Each layer computes a test input.
 
-        The self-check of the transformers model does not run these layers. Without this check, a
+        The self-check of the transformers model does not run these layers. Without this test, a
         layer with a wrong size would fail in each request.
 
         Raises:

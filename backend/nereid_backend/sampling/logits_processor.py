@@ -246,10 +246,12 @@ class LogitsProcessor:
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[tuple[int, ...], Integers]:
-    """Group bad words of several tokens by their beginning: all tokens except the last token.
+    """Map the beginning of each bad word to the tokens that complete a bad word.
 
-    A lookup of the newest output tokens therefore returns all tokens that would complete a bad
-    word. A search in the list of bad words would take too long if a request has thousands of them.
+    The beginning consists of all tokens of the bad word except the last token. Bad words of a
+    single token are left out, because they have no beginning. The newest output tokens are looked
+    up in the result. A search in the list of bad words would take too long if a request has
+    thousands of bad words.
 
     Example: the bad words [5, 7, 9], [5, 7, 8], [7, 8] and [4] give {(5, 7): [8, 9], (7,): [8]}.
     """

@@ -164,7 +164,11 @@ class TokenCounts:
         self._counts[row] = 0
 
     def _ensure_num_rows(self, num_rows: int) -> None:
-        """If the tables have fewer than `num_rows` rows, at least double the number of rows."""
+        """Enlarge the tables if they have fewer than `num_rows` rows.
+
+        The new number of rows is `num_rows` or twice the old number, whichever is larger. Doubling
+        the number ensures that the tables are seldom copied.
+        """
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -173,7 +177,10 @@ class TokenCounts:
             self._counts = np.pad(self._counts, padding)
 
     def _ensure_width(self, width: int) -> None:
-        """If the tables have fewer than `width` columns, at least double the number of columns."""
+        """Enlarge the tables if they have fewer than `width` columns.
+
+        The new number of columns is `width` or twice the old number, whichever is larger.
+        """
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:

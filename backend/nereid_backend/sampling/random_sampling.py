@@ -327,8 +327,9 @@ def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> 
         top_p=column(batch.top_p, probs),
     )
     kept_probs = probs * (probs >= threshold.probs)
-    # Sort the examined tokens by id, because the random number selects a token in the order of the
-    # vocabulary. `columns` are indices into the sorted tokens.
+    # `_select` adds up the probabilities from left to right until the sum exceeds a number that
+    # depends on the random number. Sort the examined tokens by id, so that a random number selects
+    # the same token here as in the whole vocabulary. `columns` are indices into the sorted tokens.
     token_ids, order = token_ids.sort(dim=-1)
     columns = _select(kept_probs.gather(1, order), batch)
     sampled_ids = token_ids.gather(1, columns[:, None]).squeeze(1)

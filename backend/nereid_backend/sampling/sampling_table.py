@@ -23,11 +23,11 @@ Integers = NDArray[np.int64]
 _MAX_TEMPERATURE = 1e30
 
 # The type of one row of the table:
-#   temperature, top_p, top_k, min_p   see `SamplingParams`; top_k=0 turns top_k off
-#   seed              the seed of the sequence's random numbers
-#   is_greedy         whether the likeliest token is always selected
-#   has_logprobs      whether log-probabilities of the sampled tokens are reported
-#   changes_logits    whether a parameter changes logits before sampling; see `LogitsParams`
+# - temperature, top_p, top_k and min_p: see `SamplingParams`. If top_k is 0, top_k is turned off.
+# - seed: the seed of the sequence's random numbers.
+# - is_greedy: whether the likeliest token is always selected.
+# - has_logprobs: whether log-probabilities of the sampled tokens are reported.
+# - changes_logits: whether a parameter changes logits before sampling; see `LogitsParams`.
 ROW = np.dtype(
     [
         ("temperature", np.float32),

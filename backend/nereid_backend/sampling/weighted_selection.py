@@ -84,8 +84,8 @@ def _weights_of_block(weights: Tensor, block: Tensor) -> Tensor:
     last_block_width = width - last_block * _BLOCK
     columns = block * _BLOCK + torch.arange(last_block_width, device=weights.device)
     block_weights = weights.gather(1, columns)
-    # The columns after the first `_BLOCK` columns contain weights of the next block, unless the
-    # block is the last block of its row. Replace the weights of the next block by 0.
+    # In the last block of a row, all columns belong to the block. In any other block, the columns
+    # after the first `_BLOCK` columns belong to the next block, so their weights are set to 0.
     is_last_block = block == last_block
     block_weights[:, _BLOCK:] *= is_last_block
     return block_weights

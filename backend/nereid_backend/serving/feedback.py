@@ -169,7 +169,7 @@ class FeedbackWriter:
         self.address = address
 
     def attach_and_verify(self, message: bytes) -> bytes:
-        """Map the shared memory of an executor, and verify the executor's signature of a message.
+        """Map the shared memory of an executor, and verify that the executor signed `message`.
 
         Return the packed StepState in the message.
 

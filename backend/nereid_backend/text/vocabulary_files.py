@@ -70,7 +70,8 @@ def _remedy(folder: Path, *, needs_code_of_checkpoint: bool) -> str:
             f'python -c "{_CONVERSION_CODE}" {shlex.quote(str(folder))}'
         )
     if needs_code_of_checkpoint:
-        # The reason in front of this text has named the file tokenizer_config.json.
+        # "The file" is tokenizer_config.json, because `describe_tokenizer_error` puts this text
+        # after a sentence about tokenizer_config.json.
         return (
             "Remove auto_map from the file, and set tokenizer_class to TokenizersBackend, which "
             "reads tokenizer.json."

@@ -78,8 +78,8 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
             f"the processor in {folder} accepts no media: {'; '.join(refused.values())}"
         )
     if getattr(processor, "chat_template", None) is None:
-        # The chat template can be in tokenizer_config.json, from which transformers reads it only
-        # for the tokenizer.
+        # If the chat template is in tokenizer_config.json, transformers stores the template in the
+        # tokenizer, but not in the processor.
         tokenizer = getattr(processor, "tokenizer", None)
         processor.chat_template = getattr(tokenizer, "chat_template", None)
     processor.chat_template = complete_chat_template(processor.chat_template, folder)
@@ -227,7 +227,7 @@ def _load_components(folder: Path, names: Sequence[str]) -> list[Any]:
 
 
 def _class_accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # noqa: ANN401 - a class
-    """Return a subclass of a processor's class whose constructor accepts a `_NoVideo`.
+    """Return a subclass of `processor_class`. The subclass accepts a `_NoVideo` in its constructor.
 
     A `_NoVideo` is an object in place of a video processor that cannot be loaded. The methods of
     `_AcceptsNoVideo` override the methods of `processor_class` with the same names.

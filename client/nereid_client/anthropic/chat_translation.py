@@ -48,7 +48,8 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     }
     if isinstance(request, MessagesRequest):
         translated |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or None}
-    # Translated fields replace copied fields of the same name, because they come later.
+    # If a copied field and a translated field have the same name, the translated field replaces the
+    # copied field, because the translated fields come later in the dictionary.
     return {
         **_without_nulls(copied),
         **_without_nulls(translated),

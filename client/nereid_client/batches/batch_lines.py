@@ -317,8 +317,8 @@ def _describe_json_error(error: ValueError | RecursionError) -> str:
         return "The JSON of the line is nested too deeply. Write a request with less nesting."
     if isinstance(error, json.JSONDecodeError):
         return f"The line is not valid JSON at column {error.colno}: {error.msg}."
-    # The only other error is that of Python for a long integer. Its message names a Python
-    # function.
+    # Any other error means that the line contains a longer integer than Python accepts. Python's
+    # message is not returned, because it names a Python function.
     limit = sys.get_int_max_str_digits()
     return f"The line has an integer with more than {limit} digits. Write a shorter number."
 

@@ -66,12 +66,11 @@ def server_command(
 
 
 def _check_no_flag_is_replaced(arguments: Sequence[str]) -> None:
-    """Check that no argument after -- is one that a flag of `nereid serve` sets.
+    """Raise a CliError if an argument after `--` belongs to a flag of `nereid serve`.
 
     Example: `nereid serve -- --http-port=9000` is refused. The Triton server would listen on port
-    9000, but the frontend would connect to the port of the flag --http-port.
-
-    Raises: CliError that names the flag.
+    9000, but the frontend would connect to the port of the flag --http-port. The error names the
+    flag.
     """
     for argument in arguments:
         name = argument.partition("=")[0]

@@ -229,7 +229,7 @@ class TritonBackend:
         return self._is_model_dead
 
     async def _update_is_model_dead(self) -> None:
-        """Find out whether the model is dead. Let the model generate a short answer to this end.
+        """Update `_is_model_dead` by requesting a short answer from the model.
 
         For each response, `generate` sets `_is_model_dead`. If no response arrives within the
         timeout, `_is_model_dead` stays unchanged.

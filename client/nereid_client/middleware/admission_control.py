@@ -260,7 +260,8 @@ class AdmissionControl:
         `nereid serve`, so at most _MAX_CHECKS such requests are admitted at the same time.
         Further requests are treated as any other request.
         """
-        # `nereid serve` never uses a key of the key file. Only such a key gives a client a name.
+        # A client has a name only if the request contains a key of the key file. `nereid serve`
+        # never uses a key of the key file, so a request of a named client is not its health check.
         may_be_check = is_from_supervisor(scope) and not client.name
         return may_be_check and self._num_checks < _MAX_CHECKS
 

@@ -331,8 +331,9 @@ def read_key_file(path: Path) -> dict[str, KeyEntry]:
 def _read_entry(name: str, table: object, path: Path) -> KeyEntry:
     """Return the validated table of one client."""
     # An empty name is refused, because a client without a name can do everything that the key in
-    # the setting api_key allows. A longer name is refused, because the fair scheduling of requests
-    # reads only the first `_MAX_SHARE_LENGTH` characters, and would take two clients for one.
+    # the setting api_key allows. A name with more than `_MAX_SHARE_LENGTH` characters is refused,
+    # because the fair scheduling of requests reads only the first `_MAX_SHARE_LENGTH` characters.
+    # Two clients whose names differ only after these characters would count as one client.
     if not 1 <= len(name) <= _MAX_SHARE_LENGTH:
         raise SettingsError(
             f"api_key_file: the name of a client must have 1 to {_MAX_SHARE_LENGTH} characters, "

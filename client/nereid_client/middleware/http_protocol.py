@@ -51,8 +51,9 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     # Whether the headers of the current request are complete and valid.
     _has_headers = False
-    # The number of bytes received since the parser last completed headers, a part of a body or a
-    # request. These bytes belong to headers, to trailers or to the extension of a chunk's size.
+    # The number of bytes that have arrived since the parser last reported one of these events: the
+    # end of the headers, a part of the body, or the end of the request. These bytes belong to
+    # headers, to trailers, or to the extension of a chunk's size.
     _num_header_bytes = 0
     # The request that the application handles now. uvicorn's attribute `cycle` is the newest
     # request instead, which may still wait in `pipeline`.

@@ -171,8 +171,10 @@ class CountRequests:
         finally:
             if status is None:
                 status = _CLIENT_CLOSED_REQUEST
-            # Any client can send the user agent of `nereid serve`, but `nereid serve` never uses a
-            # key of the key file. The requests with such a key are therefore always counted.
+            # The health checks of `nereid serve` are not counted. `is_from_supervisor` recognises
+            # them by their user agent, which any client can send. A request with a key of the key
+            # file has a client in its state. `nereid serve` never uses a key of the key file, so
+            # such a request is counted.
             if not is_from_supervisor(scope) or scope.get("state", {}).get("client"):
                 self._record(scope, status, time.monotonic() - arrived)
 

@@ -8,9 +8,9 @@ from nereid_client.errors import FieldError
 from nereid_client.protocol.request_body import RequestBody
 
 _COMPLETION_PREFIXES = ("chatcmpl-", "cmpl-")
-# The field request_ids may contain this number of ids at most. Fewer requests than that run in a
-# frontend at the same time. The event loop processes the ids, so that millions of ids would delay
-# all other requests.
+# The largest number of ids in the field request_ids. A frontend never runs so many requests at the
+# same time. The limit is needed because the event loop processes the ids. If a client could send
+# millions of ids, all other requests would be delayed.
 _MAX_IDS = 10_000
 
 

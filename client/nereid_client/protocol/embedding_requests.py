@@ -187,7 +187,8 @@ class EmbeddingRequest(EmbeddingOptions):
         inputs: ModelInputs = self.input  # validation has converted the field
         if self.output_dimension is None:
             return inputs
-        # An error of the model names the option `dimensions`, but the client sent another field.
+        # The model reports an error about the option `dimensions`. Rename the option in the error,
+        # because the client sent the field `output_dimension`.
         return ModelInputs(inputs.tensors, {**inputs.fields, "dimensions": "output_dimension"})
 
     def options(self) -> dict[str, Any]:

@@ -125,11 +125,12 @@ async def _call_embedder(
 def _correct_index(
     error: BackendError, num_queries: int, query_field: str, document_field: str
 ) -> BackendError:
-    """Replace the index in an error of the embedding model by a field and an index of the request.
+    """Correct the field and the index in an error, so that they match the client's request.
 
-    The embedding model receives one list: first the queries, then the documents. Its error contains
-    an index into this list. The index must be parsed, because the error of the Triton server
-    contains only a text. If the text contains no index, the error is returned unchanged.
+    The embedding model receives one list: first the queries, then the documents. An error of the
+    model contains an index into this list. The index must be parsed, because the error
+    of the Triton server contains only a text. If the text contains no index, the error is returned
+    unchanged.
 
     Example: with one query, "text_2: element 3: has 13 tokens" becomes "text_2: element 2: has 13
     tokens", and "text_2: element 0: has 13 tokens" becomes "text_1: element 0: has 13 tokens".

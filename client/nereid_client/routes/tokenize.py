@@ -76,7 +76,7 @@ async def detokenize(request: Request) -> dict[str, str]:
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     except BackendError as error:
-        # The error of the backend names the field `prompt`, but the client sent the token ids in
-        # `tokens`.
+        # The backend reports an error about the field `prompt`. Rename the field in the error,
+        # because the client sent the token ids in the field `tokens`.
         raise _DETOKENIZE_FIELD_NAMES.rename_fields(error) from None
     return {"prompt": text, "text": text}

@@ -50,7 +50,9 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         return prompt * self.frame.num_choices + delta.get("index", 0)
 
     def record_usage_and_end(self, prompt: int, delta: Delta) -> None:
-        """Record the usage and the finish reason in `delta`, which belongs to the given prompt.
+        """Store the usage that `delta` contains, and record whether `delta` ends its choice.
+
+        `prompt` is the index of the prompt to which `delta` belongs.
 
         Mutates: `_usages`, and `unfinished_choices`, the numbers of the choices without a finish
             reason.

@@ -75,7 +75,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def opening(self) -> list[Json]:
-        """If the request sets `echo`, return one chunk with the prompt for each choice."""
+        """If the request sets `echo`, return one chunk for each choice. It contains the prompt."""
         num_choices = self.frame.num_choices
         texts = [text for text in self._options.echoed_prompts for _ in range(num_choices)]
         return [
@@ -87,7 +87,8 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
     def add(self, item: PromptDelta) -> list[Json]:
         """Return a list with the chunk for a delta. Return an empty list for an empty chunk.
 
-        Also record the usage and the finish reason in the delta for the end of the stream.
+        Also record the usage and the finish reason that the delta contains, because the end of the
+        stream depends on them.
         `item` contains the index of a prompt, and the next delta for one of the prompt's choices.
         """
         prompt, delta = item

@@ -12,8 +12,9 @@ from pathlib import Path
 from nereid_client.locked_file import open_locked
 
 _FOLDER = Path("/dev/shm")
-# While a server runs, `nereid serve` locks a file. The name of this file is `_LOCK_PREFIX` and the
-# prefix with which the names of the server's shared memory begin.
+# While a server runs, `nereid serve` locks a file in `_FOLDER`. The file name consists of
+# `_LOCK_PREFIX` and the server's prefix. Example: the names of the server's shared memory regions
+# begin with "nereid_17_0f1e2d3c_". The file is then named "lock_of_nereid_17_0f1e2d3c_".
 _LOCK_PREFIX = "lock_of_"
 _LOCK_PATTERN = f"{_LOCK_PREFIX}nereid_*_????????_"
 

@@ -64,8 +64,7 @@ def split_size_and_count(
     longest = max(length for _, length in lens)
     num_tokens = sum(num_seqs * length for num_seqs, length in lens)
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # For each of the three limits, the smallest number of tokens in a split that observes the
-    # limit.
+    # Each of the three limits in the docstring requires a minimum number of tokens in a split.
     min_for_programs = divide_up(num_tokens * programs_per_split, wanted_programs)
     min_for_splits = divide_up(longest, MAX_SPLITS)
     min_for_tiles = _MIN_TILES * tile

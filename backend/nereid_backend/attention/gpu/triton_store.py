@@ -34,8 +34,8 @@ def to_float8_bytes(scaled):
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
-    # Numbers are rounded to the nearest kept number. If the dropped bits have this value or less,
-    # they are less than half of the lowest kept bit.
+    # The largest value of the dropped bits that is less than half of the lowest kept bit. Numbers
+    # with such dropped bits are rounded down.
     BELOW_HALF: tl.constexpr = (1 << (DROPPED_BITS - 1)) - 1
     # The bias of the exponent is 127 in float32 and 7 in e4m3. In e4m3, the exponent begins at bit
     # 3.

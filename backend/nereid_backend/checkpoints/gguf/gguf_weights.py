@@ -97,7 +97,8 @@ class GgufWeight:
         # A bias or the weight of a norm has the shape [columns] and is treated as one row.
         num_rows = self.shape[-2] if len(self.shape) > 1 else 1
         blocks = self._read_blocks()
-        # The first dimension is reordered: the rows of a weight, or the numbers of a bias.
+        # Reorder the rows of a weight matrix or the numbers of a bias. In both cases, the first
+        # dimension is reordered.
         num_heads = self.num_reordered_heads
         row_order = None if num_heads is None else _row_order(self.shape[0], num_heads)
         if self.has_integers:

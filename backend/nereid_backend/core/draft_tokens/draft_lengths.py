@@ -201,8 +201,8 @@ class DraftLengths:
         self.num_proposed = 0
         self.num_accepted = 0
         self._histories: dict[Sequence, _History] = {}
-        # The acceptance rate of all sequences together. The rate starts as if _FIRST_WEIGHT draft
-        # tokens had been verified, of which the share _FIRST_RATE was accepted.
+        # The acceptance rate of all sequences together. Its first value is _FIRST_RATE. This value
+        # has the same weight as _FIRST_WEIGHT verified draft tokens.
         self._overall_rate = _Rate(_FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT)
         # `begin_step` sets the following two attributes. The cost ratio is the time of a draft
         # token, divided by the time that an accepted draft token saves.

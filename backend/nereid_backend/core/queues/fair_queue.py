@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The waiting queue, in which the requests of several clients take turns.
 
-The service of a client is the number of tokens that were computed for the client, divided by the
-client's weight. The next sequence belongs to the client with the least service. Among the sequences
-of one client, the sequence with the lowest rank comes first.
+The weighted token count of a client is the number of tokens that were planned for the client,
+divided by the client's weight. The next sequence belongs to the client with the smallest weighted
+token count. Among the sequences of one client, the sequence with the lowest rank comes first.
 """
 
 from collections import Counter
@@ -17,12 +17,12 @@ from nereid_backend.core.sequence import Sequence
 class FairQueue:
     """The waiting sequences of all clients. The queue lets the clients share the engine fairly.
 
-    The service of a client is the number of tokens that were computed for the client, divided by
-    the client's weight.
+    The weighted token count of a client is the number of tokens that were planned for the client,
+    divided by the client's weight.
 
     A client is active while it has a waiting or running sequence. When a client becomes active, its
-    service is set to the least service of the active clients. Otherwise, a client that sent no
-    requests for some time would afterwards come before all other clients.
+    weighted token count is set to the smallest count of the active clients. Otherwise, a client
+    that sent no requests for some time would afterwards come before all other clients.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class FairQueue:
         self._num_waiting = 0
         # Maps each active client to the number of its waiting and running sequences.
         self._num_sequences: Counter[str] = Counter()
-        # Maps each active client to the service that it has received. Each planned token of a
-        # client increases the service by 1 / (weight of the client).
-        self._service: dict[str, float] = {}
+        # Maps each active client to its weighted token count. Example: the count of a client with
+        # the weight 2.0 increases by 0.5 for each planned token.
+        self._weighted_counts: dict[str, float] = {}
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -47,32 +47,33 @@ class FairQueue:
     @property
     def has_several_clients(self) -> bool:
         """Whether more than one client is active."""
-        return len(self._service) > 1
+        return len(self._weighted_counts) > 1
 
     def register(self, sequence: Sequence, num_sequences: int) -> None:
         """Record that the client of `sequence` has sent a request with `num_sequences` sequences.
 
-        If the client was not active, its service is set to the least service of the active clients.
+        If the client was not active, its weighted token count is set to the smallest count of the
+        active clients.
         """
         client = sequence.params.client_id
         self._num_sequences[client] += num_sequences
-        if client not in self._service:
-            self._service[client] = min(self._service.values(), default=0.0)
+        if client not in self._weighted_counts:
+            self._weighted_counts[client] = min(self._weighted_counts.values(), default=0.0)
 
     def unregister(self, sequence: Sequence) -> None:
         """Record that a sequence has ended. A client without sequences becomes inactive."""
         client = sequence.params.client_id
         self._num_sequences[client] -= 1
         if not self._num_sequences[client]:
-            del self._num_sequences[client], self._service[client]
+            del self._num_sequences[client], self._weighted_counts[client]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Increase the service of a sequence's client.
+        """Increase the weighted token count of a sequence's client.
 
-        The service increases by `num_tokens` divided by the weight of the client.
+        The count increases by `num_tokens` divided by the weight of the client.
         """
         params = sequence.params
-        self._service[params.client_id] += num_tokens / params.client_weight
+        self._weighted_counts[params.client_id] += num_tokens / params.client_weight
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into the queue of its client."""
@@ -91,7 +92,8 @@ class FairQueue:
     def first(self) -> Sequence:
         """Return the waiting sequence that is started next. The queue must not be empty.
 
-        If two clients have the same service, the client with fewer sequences comes first.
+        If two clients have equal weighted token counts, the client with fewer sequences comes
+        first.
         """
         client = min(self._queues, key=self._turn)
         return self._queues[client][0]
@@ -102,7 +104,7 @@ class FairQueue:
 
     def _turn(self, client: str) -> tuple[float, int]:
         """Return the sort key of a client. The client with the smallest key is served next."""
-        return self._service[client], self._num_sequences[client]
+        return self._weighted_counts[client], self._num_sequences[client]
 
 
 def fair_shares(

@@ -132,9 +132,9 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # A model has at most two trials. The key is the argument `is_generated` of `get`. If a
-        # trial cannot be used, `_refusals` contains the message of its UnfitError instead.
+        # Maps the argument `is_generated` of `get` to the result of `get`.
         self._trials: dict[bool, Trial] = {}
+        # If `get` raises an UnfitError, maps the argument `is_generated` to the error's message.
         self._refusals: dict[bool, str] = {}
 
     def get_for(self, spec: PathSpec) -> Trial:
@@ -248,9 +248,8 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> Cho
         rounded_path = spec.build(replace(trial.sizes, kv_cache_dtype=trials.kv_cache_dtype))
         difference = check_path(rounded_path, trial, dtype, is_rounded=True)
     measured_spec = _with_measurements(spec, path, trial, unrounded_difference, dtype)
-    # For some models, the longest sequence in a batch must be shorter than the longest sequence
-    # that is computed alone. The reason is that the code of these models is wrong for longer
-    # sequences in a batch.
+    # For some models, the length limit is lower in a batch than for a sequence that is computed
+    # alone, because the code of these models is wrong for long sequences in a batch.
     limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
     return ChosenPath(measured_spec, difference, limit, trial)
 

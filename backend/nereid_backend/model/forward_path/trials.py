@@ -189,9 +189,10 @@ def _random_sequences(
 
 
 def _len_beyond_windows(checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec]) -> int:
-    """Return a prompt length that exceeds every window that is short enough to be tested.
+    """Return a prompt length that exceeds the attention windows of the model.
 
-    The length is at least the first length of `_PROMPT_LENS`.
+    A window is ignored if a longer prompt would have more than `_LONGEST_PROMPT` tokens. The length
+    is at least the first length of `_PROMPT_LENS`.
     """
     window_sizes = _limits_in_config(checkpoint)
     for layer in layers:

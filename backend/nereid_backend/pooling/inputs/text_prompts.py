@@ -364,7 +364,10 @@ class TextPrompts:
     def _renders(
         self, messages: list[dict[str, str]], variables: dict[str, Any], probes: tuple[str, ...]
     ) -> bool:
-        """Return whether the template renders the messages, and the result contains all probes."""
+        """Return whether all probes, such as `_QUERY_PROBE`, occur in the rendered messages.
+
+        If the template does not support the messages, return False.
+        """
         text = self._try_to_render(messages, variables)
         return all(probe in text for probe in probes)
 

@@ -361,9 +361,10 @@ def _skip_roles(value: Any) -> tuple[str, ...]:  # noqa: ANN401 - JSON
 
 
 def _length(root: Path, name: str, value: Any) -> int | None:  # noqa: ANN401 - JSON
-    """Validate a length in tokens from the checkpoint's files, and return the length.
+    """Return `value`, a length in tokens. Raise a ModelError if `value` is not a positive integer.
 
-    If the files do not contain the number, return None.
+    The files of the checkpoint contain the value under the name `name`. If the files do not contain
+    the value, `value` and the result are None.
     """
     if value is None:
         return None

@@ -146,7 +146,11 @@ class AdapterCalls(ReplicaCalls):
         return [_UNLOAD, _read_text(parameters, _UNLOAD)]
 
     def _with_id(self, message: list[str], number: int) -> tuple[str, list[str]]:
-        """Return a new id, and the message with the id as an additional second element."""
+        """Return a new id, and a copy of `message` with this id inserted after the first element.
+
+        Example: the message ["unload_lora", "math"] and the number 3 give "adapter-3" and
+        ["unload_lora", "adapter-3", "math"].
+        """
         call_id = f"adapter-{number}"
         return call_id, _insert_id(message, call_id)
 
@@ -222,6 +226,6 @@ def is_adapter_or_weights_call(parameters: Mapping[str, Any]) -> bool:
 
 
 def _insert_id(message: list[str], call_id: str) -> list[str]:
-    """Return a copy of a message with `call_id` as an additional second element."""
+    """Return a copy of a message with `call_id` inserted after the first element, the kind."""
     kind, *values = message
     return [kind, call_id, *values]

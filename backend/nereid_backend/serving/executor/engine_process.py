@@ -70,14 +70,17 @@ class EngineService:
         self._stats_due = 0.0
         # The number of unfinished sequences of each request, by request id.
         self._num_unfinished_sequences: dict[str, int] = {}
-        # A replacement of the weights that was requested, but must wait until all running requests
-        # have ended; None if there is none. While a replacement waits, new messages are added to
-        # `_held_messages` as pairs of a kind and a list of values.
+        # A client can request a replacement of the weights. The replacement is stored here until
+        # all running requests have ended; otherwise, the value is None. During this time, new
+        # messages are added to `_held_messages` as pairs of a kind and a list of values.
         self._pending_reload: _Reload | None = None
         self._held_messages: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
-        """Return whether the engine has a task: requests, or compiled code to test or activate."""
+        """Return whether the engine must run a step.
+
+        A step is needed for unfinished requests, and to test or activate a compiled forward pass.
+        """
         return self._engine.has_work() or self._engine.is_swapping()
 
     def start(self) -> None:

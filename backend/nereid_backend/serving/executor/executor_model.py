@@ -142,9 +142,10 @@ class ExecutorModel(SupervisedModel[Stream]):
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
         packed_envelope = triton_api.array(request, tensor_names.ENVELOPE)
-        # Only a request with a placeholder can be an operation. A request for text is not an
-        # operation, even if a client gives the request a parameter with the name of an operation,
-        # such as "cache".
+        # The parameters alone do not show whether a request is an operation, because a client can
+        # add a parameter with the name of an operation, such as "cache", to a request for text.
+        # Therefore, a request can be an operation only if its envelope is as small as a
+        # placeholder.
         can_be_operation = packed_envelope.size <= _MAX_PLACEHOLDER_BYTES
         if can_be_operation:
             is_operation = self._engine_calls.put(triton_api.parameters(request), sender)
@@ -445,7 +446,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Remove a stream, release its memory slots, and record the end of its request."""
         self._selector.release(self.owner(stream.request_id).index, len(stream.slots))
         self.remove(stream.request_id)
-        self._step_sender.ignore_unsent(stream)
+        self._step_sender.stop_checking(stream)
         now = time.monotonic()
         self._statistics.note_end(stream, now)
         record_spans(self._tracing, stream, now)

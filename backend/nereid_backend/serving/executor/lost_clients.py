@@ -88,8 +88,9 @@ class LostClientDetector:
         may_be_overtaken = stream.stalled_s >= _OVERTAKING_S and self._is_overtaken(stream)
         if not may_be_overtaken:
             return False
-        # The feedback of the stream with the later step may have been read after the feedback of
-        # `stream`. Read the feedback of `stream` again, because its step may be consumed by now.
+        # The later step may belong to another stream, whose feedback was read after the feedback of
+        # `stream`. In the meantime, the postprocessor may have consumed the oldest step of
+        # `stream`, too. Therefore, read the feedback of `stream` again.
         self.remove_consumed_steps(stream)
         return self._is_overtaken(stream)  # the second case
 

@@ -38,7 +38,10 @@ class Rule:
 
     @property
     def busy_s(self) -> float | None:
-        """The duration of a fault such as "busy 2" in seconds; None for any other fault."""
+        """The number of seconds for which the fault uses the CPU; None for any other fault.
+
+        Example: the fault "busy 2" gives 2.0.
+        """
         if not self.fault.startswith(_BUSY_PREFIX):
             return None
         return float(self.fault.removeprefix(_BUSY_PREFIX))

@@ -260,8 +260,8 @@ class ScriptedEngine:
         """
         rule = sequence.rule
         num_top = request.params.logprobs
-        # Most rules contain no fault, so this call does nothing. The fault "busy 2" uses the CPU
-        # for 2 seconds, and raises no error. All other faults raise an error.
+        # If the rule of the script requests a fault, simulate the fault. The fault "busy 2" only
+        # uses the CPU for 2 seconds. Any other fault raises an EngineError.
         cause_fault(sequence)
         # Only the first update of a sequence contains log-probabilities of the prompt. Call this
         # method before `next_tokens`, because an update is the first if the sequence has no tokens.

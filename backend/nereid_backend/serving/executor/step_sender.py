@@ -65,8 +65,11 @@ class StepSender:
         self._unsent[stream.request_id] = stream
         stream.next_check = _IMMEDIATELY
 
-    def ignore_unsent(self, stream: Stream) -> None:
-        """Do not check `stream` until it has new tokens. Its unsent tokens were sent or dropped."""
+    def stop_checking(self, stream: Stream) -> None:
+        """Let `send_due_output` skip `stream` until the next call of `note_output`.
+
+        Call this method when all tokens of `stream` have been sent, or when the stream is removed.
+        """
         self._unsent.pop(stream.request_id, None)
 
     def send_due_output(self, now: float) -> float:
@@ -115,7 +118,7 @@ class StepSender:
     def _send(self, stream: Stream, now: float) -> None:
         """Send a step with the unsent tokens of `stream`. Report the last step of the stream."""
         state = stream.take_step(now)  # contains all unsent tokens
-        self.ignore_unsent(stream)
+        self.stop_checking(stream)
         self._statistics.note_step(has_output=bool(state.deltas))
         # The detector finds steps that never reach the postprocessor, so record the step before it
         # is sent.

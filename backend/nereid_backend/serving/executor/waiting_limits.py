@@ -131,7 +131,7 @@ class WaitingLimits:
         )
 
     def _token_refusal_reason(self, client: str, num_tokens: int) -> str | None:
-        """Return a reason to refuse a request; None if the number of waiting tokens allows it.
+        """Return a reason to refuse a request of `client`, if too many prompt tokens are waiting.
 
         `num_tokens` is the number of tokens of the request's prompt. The reason is a sentence
         without its full stop. A limit of 0 means no limit. If no other request is waiting, the

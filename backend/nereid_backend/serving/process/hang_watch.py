@@ -47,9 +47,9 @@ class HangWatch:
         self._clock = clock
         self.silent_s = 0.0
         self._last_measured = clock()
-        # The CPU time of the process when half of the time limit has passed without a message; None
-        # before. When the whole time limit has passed, the increase of the CPU time shows whether
-        # the process is busy or hangs.
+        # The CPU time that the process had used when it had sent no message for half of the time
+        # limit. The value is None until then. At the end of the time limit, the increase of the CPU
+        # time shows whether the process is busy or hangs.
         self._cpu_at_half_limit_s: float | None = None
 
     def note_message(self) -> None:
@@ -105,7 +105,11 @@ class HangWatch:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the process has used much CPU time since half of the time limit passed."""
+        """Return whether the CPU load of the process exceeds `_MIN_CPU_LOAD`.
+
+        The load is measured from the time at which the process had sent no message for half of the
+        time limit.
+        """
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

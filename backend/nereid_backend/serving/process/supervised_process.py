@@ -56,7 +56,7 @@ class SupervisedProcess:
         self.has_given_up = False  # whether too many attempts to restart have failed
         # During a restart, the thread that starts a new process; otherwise None.
         self._restart_thread: threading.Thread | None = None
-        # The reason why the last attempt to restart the process has failed; None if none has.
+        # The error of the last failed attempt to restart the process. None if no attempt failed.
         self._start_error: EngineError | None = None
         # The new process from its start until the call of `finish_restart`; otherwise None.
         self._replacement: ChildProcess | None = None

@@ -71,9 +71,11 @@ def _complete_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_description(described: dict[str, Any]) -> dict[str, Any]:
-    """Return an object with the field `description`. If the field is missing, its value is "".
+    """Return a copy of an object. If the object has no description, add the description "".
 
-    The object is the declaration of a function, or the schema of a parameter.
+    The object is the declaration of a function, or the schema of a parameter. A description of None
+    counts as missing. Example: `{"type": "string"}` becomes `{"type": "string", "description":
+    ""}`.
     """
     return {**described, "description": described.get("description") or ""}
 

@@ -85,8 +85,8 @@ class RequestLimits:
             min_message_tokens: the number of tokens that the chat template adds for a message
                 without text.
         """
-        # A token can represent more bytes of a text than the token has, because some tokenizers
-        # shorten a text before they split it.
+        # Some tokenizers shorten a text before they split the text into tokens. A token can then
+        # represent more than `max_token_bytes` bytes of the original text.
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
         # A chat can be longer than its prompt, because a chat template can drop text, such as the
         # reasoning of earlier answers.

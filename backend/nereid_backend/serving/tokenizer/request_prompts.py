@@ -20,7 +20,7 @@ _AS_MANY_AS_FIT = -1
 
 
 class RequestPrompts:
-    """Builds the prompts of requests to the model `tokenizer`."""
+    """Builds the prompt of each request that the Triton model `tokenizer` receives."""
 
     def __init__(self, prompts: PromptBuilder, images: ImagePrompts | None) -> None:
         """Store the builders of prompts.

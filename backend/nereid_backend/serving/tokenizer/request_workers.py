@@ -112,8 +112,9 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # Calls that other threads leave to the loop's thread. Only the loop's thread changes the
-        # queues of requests and the numbers below.
+        # Only the loop's thread may change the queues of requests and the counters below. To change
+        # a queue or a counter, any other thread adds a function to `_calls`, and the loop's thread
+        # calls this function.
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = False
         self._short_requests: _ClientTurns[_Job] = _ClientTurns()

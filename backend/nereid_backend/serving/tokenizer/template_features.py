@@ -24,8 +24,8 @@ _USER_WITH_PARTS = {"role": "user", "content": as_parts("Hi")}
 _ASSISTANT = {"role": "assistant", "content": "Hello"}
 _SYSTEM = {"role": "system", "content": "Be brief."}
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
-# Tools that are offered if a chat with a tool call is rendered to test a chat template. Some
-# templates render tool calls only if the request has tools.
+# The tools of test chats. A test chat with a tool call needs tools, because some templates render
+# tool calls only if the request has tools.
 _TOOLS = [
     {
         "type": "function",
@@ -54,8 +54,8 @@ REPLACEABLE_ROLES = {"developer": "system", "function": "tool"}
 Clients of OpenAI's API send instructions with the role developer, and older clients send the result
 of a tool with the role function.
 """
-# Maps each role that `REPLACEABLE_ROLES` can replace to a test chat. Rendering the test chat shows
-# whether a template renders the role.
+# Contains a test chat for each key of `REPLACEABLE_ROLES`. Rendering the test chat shows whether a
+# template renders messages of this role.
 _TEST_CHATS: dict[str, list[dict[str, Any]]] = {
     "developer": [{"role": "developer", "content": _TEST_TEXT}, _USER],
     "function": [
@@ -125,20 +125,25 @@ class TemplateFeatures:
         return frozenset(role for role in _CHATS_BY_ROLE if self._renders_only_text(role))
 
     def _renders_only_text(self, role: str) -> bool:
-        """Return whether the template renders a text in a message of `role`, but no list of parts.
+        """Return whether the template renders a content only if the content is a text.
 
-        A template does not render a list if it prints the list itself, such as "[{'type': 'text',
-        'text': 'Hello'}]" instead of "Hello".
+        A content can also be a list of parts, such as [{"type": "text", "text": "Hello"}]. If the
+        template prints "[{'type': 'text', 'text': 'Hello'}]" instead of "Hello", it does not render
+        the list. `role` is the role of the message.
         """
         with_parts = self._rendered_with_content(role, as_parts(_TEST_TEXT))
         renders_parts = _TEST_TEXT in with_parts and not _PRINTED_PART.search(with_parts)
         return not renders_parts and _TEST_TEXT in self._rendered_with_content(role, _TEST_TEXT)
 
     def renders_medium(self, role: str, kind: str) -> bool:
-        """Return whether the template renders a placeholder for a medium in a message of `role`.
+        """Return whether the template renders a placeholder for an image, a video or an audio clip.
 
-        Return True if the template renders no message of this role in the test chat, because
-        nothing is known then. `kind` is "image", "video" or "audio".
+        If the template renders no message of this role in the test chat, return True, because the
+        test then shows nothing.
+
+        Args:
+            role: the role of the message that contains the image, video or audio clip.
+            kind: "image", "video" or "audio".
         """
         text_parts = as_parts(_TEST_TEXT)
         with_medium = self._rendered_with_content(role, [{"type": kind}, *text_parts])
@@ -198,9 +203,10 @@ class TemplateFeatures:
 
     @cached_property
     def reads_thinking_parts(self) -> bool:
-        """Whether the template renders reasoning only in a part of the content, not in a field.
+        """Whether the template renders a message's reasoning only if a content part contains it.
 
-        Example: the templates of Magistral and Ministral 3.
+        Such a template ignores the field `reasoning` of the message. Examples: the templates of
+        Magistral and Ministral 3.
         """
         message = {**_ASSISTANT, "reasoning": _TEST_TEXT}
         with_part = self._rendered_test([_USER, with_thinking_part(message)])
@@ -230,7 +236,10 @@ class TemplateFeatures:
     def _renders_test_text(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> bool:
-        """Return whether the template renders messages, and the result contains `_TEST_TEXT`."""
+        """Return whether `_TEST_TEXT` occurs in the rendered messages.
+
+        If the template cannot render the messages, return False.
+        """
         return _TEST_TEXT in self._rendered_test(messages, tools)
 
     def _rendered_test(

@@ -259,7 +259,7 @@ def _make_envelope(
     checked: CheckedRequest,
     traceparent: str,
 ) -> RequestEnvelope:
-    """Return the message to the executor: all data of a request except the prompt's token ids."""
+    """Return all data of a request that the executor needs, except the prompt's token ids."""
     return RequestEnvelope(
         # `params` contains all sampling parameters in packed form. The executor does not unpack
         # `params`. Therefore the values that the executor itself needs, such as `n`, are also sent

@@ -179,7 +179,7 @@ def page(results: dict[str, Result]) -> str:
         "longest": max(map(len, PROMPTS)),
         "max_tokens": MAX_TOKENS,
         "window": shrink.WINDOW,
-        "longest_trial": 160,
+        "longest_sequence": 160,
         "tie": TIE,
         "summary": summary(results),
         "table": table(results),

@@ -49,7 +49,7 @@ class GraphSetup:
 
         The KV cache is small, and has the data type of the engine's cache.
         """
-        return replace(self.chosen.trial.sizes, kv_cache_dtype=self.sizes.kv_cache_dtype)
+        return replace(self.chosen.reference.sizes, kv_cache_dtype=self.sizes.kv_cache_dtype)
 
     def build_test_path(self) -> PackedPath:
         """Return a new forward path that runs the same code as the engine's path.
@@ -75,7 +75,9 @@ class GraphSetup:
         # With an 8-bit KV cache, rounding changes the logits, so the check accepts larger
         # differences.
         is_rounded = self.sizes.kv_cache_dtype != "auto"
-        check_path(test_path, self.chosen.trial, self.checkpoint.model.dtype, is_rounded=is_rounded)
+        check_path(
+            test_path, self.chosen.reference, self.checkpoint.model.dtype, is_rounded=is_rounded
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class CompileTarget:
 
     def build_test_path(self, compiled: CompiledForward) -> PackedPath:
         """Return a new forward path that runs `compiled`, for a check of this compiled code."""
-        path = self.chosen.spec.build(self.chosen.trial.sizes)
+        path = self.chosen.spec.build(self.chosen.reference.sizes)
         assert isinstance(path, PackedPath)
         path.use_compiled(compiled)
         return path
@@ -174,11 +176,11 @@ def _compile_and_check(target: CompileTarget, progress: Progress) -> CompiledFor
     Raises:
         Exception: of any class, if the compilation fails or the logits are wrong.
     """
-    path, model, trial = target.packed_path, target.checkpoint.model, target.chosen.trial
+    path, model, reference = target.packed_path, target.checkpoint.model, target.chosen.reference
     # If CPU kernels compute the attention (`is_native`), the compiled code calls these kernels
     # directly, not through Python.
     compiled = compile_forward(model, target.hook, progress, is_native=path.is_native)
-    check_path(target.build_test_path(compiled), trial, model.dtype)
+    check_path(target.build_test_path(compiled), reference, model.dtype)
     compiled.confirm()  # records the successful check next to the library on disk
     path.use_compiled(compiled)
     return compiled
@@ -200,7 +202,9 @@ def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progre
     if restore is None:  # The model has no RMSNorm module that can be replaced.
         return
     try:
-        check_path(chosen.spec.build(chosen.trial.sizes), chosen.trial, checkpoint.model.dtype)
+        check_path(
+            chosen.spec.build(chosen.reference.sizes), chosen.reference, checkpoint.model.dtype
+        )
     except Exception as error:  # noqa: BLE001 - a model can raise any exception
         restore()
         reason = first_line(error)
@@ -343,7 +347,7 @@ def use_fastest_attention(
     """
     if not isinstance(path, PackedPath):
         return
-    test_path = chosen.spec.build(chosen.trial.sizes)
+    test_path = chosen.spec.build(chosen.reference.sizes)
     assert isinstance(test_path, PackedPath)
     # `choose_attention` chooses a library for each pair of a layer kind and a step kind, such as
     # layers with a sliding window in decode steps. It returns the number of pairs for which a
@@ -353,7 +357,7 @@ def use_fastest_attention(
     if num_pairs_of_test_path == 0:
         return
     try:
-        check_path(test_path, chosen.trial, checkpoint.model.dtype)
+        check_path(test_path, chosen.reference, checkpoint.model.dtype)
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return

@@ -144,7 +144,7 @@ class ForwardSwap:
         model = self._target.checkpoint.model
         compiled = load_library(model, self._compilation.folder)
         test_path = self._target.build_test_path(compiled)
-        check = PathCheck(test_path, self._target.chosen.trial, model.dtype)
+        check = PathCheck(test_path, self._target.chosen.reference, model.dtype)
         return _Candidate(compiled, check)
 
     def _use(self, compiled: CompiledForward) -> None:

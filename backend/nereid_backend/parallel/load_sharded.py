@@ -24,7 +24,7 @@ from nereid_backend.cpu_threads import usable_cpus
 from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Progress, choose_device, load_checkpoint
 from nereid_backend.model.forward_path.choose_image_path import refuse_images
-from nereid_backend.model.forward_path.choose_path import ChosenPath, Trials, check_variant
+from nereid_backend.model.forward_path.choose_path import ChosenPath, ReferenceCache, check_variant
 from nereid_backend.model.forward_path.path_spec import PathSpec
 from nereid_backend.model.memory.memory_plan import kv_cache_budget
 from nereid_backend.model.memory.weight_memory import form_that_fits
@@ -193,8 +193,8 @@ def _check_logits(
     spec = _sharded_spec(shard, ranks)
     progress("comparing the logits of the divided model with those of the undivided model")
     try:
-        trials = _trials_of_undivided_model(config, hook, shard)
-        chosen = check_variant(checkpoint, spec, trials)
+        references = _references_of_undivided_model(config, hook, shard)
+        chosen = check_variant(checkpoint, spec, references)
     except UnfitError as error:
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be combined with tensor_parallel_size="
@@ -215,14 +215,17 @@ def _sharded_spec(shard: Shard, ranks: Ranks) -> PathSpec:
     return replace(shard.spec, build=build_on_all_ranks)
 
 
-def _trials_of_undivided_model(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
+def _references_of_undivided_model(
+    config: EngineConfig, hook: AttentionHook, shard: Shard
+) -> ReferenceCache:
     """Load the undivided model on the CPU, and compute its logits for test sequences.
 
     The logits of the divided model are later compared with these logits. `shard` is the part of the
     divided model that this process computes.
 
     Returns:
-        The test sequences and their logits, which are cached for later calls of `Trials.get_for`.
+        The test sequences and their logits, which are cached for later calls of
+        `ReferenceCache.get_for`.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.
@@ -235,13 +238,13 @@ def _trials_of_undivided_model(config: EngineConfig, hook: AttentionHook, shard:
         progress=lambda _line: None,
         trust_remote_code=config.trust_remote_code,
     )
-    trials = Trials(undivided, config)
+    references = ReferenceCache(undivided, config)
     # Compute the logits now and not when they are first needed, because all threads can be used
     # while the other ranks are idle. `get_for` caches the logits. `shard.spec` selects the test
     # sequences that the check of the divided model needs.
     with _more_threads():
-        trials.get_for(shard.spec)
-    return trials
+        references.get_for(shard.spec)
+    return references
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def test_norms_stay_replaced_only_if_the_path_still_gives_the_right_logits(
     model.dtype = torch.float32
     # A fake of a chosen forward path, with only the attributes that `use_fused_norms` reads.
     chosen_path = SimpleNamespace(
-        spec=SimpleNamespace(build=lambda _: None), trial=SimpleNamespace(sizes=None)
+        spec=SimpleNamespace(build=lambda _: None), reference=SimpleNamespace(sizes=None)
     )
     lines = []
     accelerate_path.use_fused_norms(SimpleNamespace(model=model), chosen_path, lines.append)

@@ -20,8 +20,8 @@ from nereid_backend.model.forward_path.length_limits import model_limit
 from nereid_backend.model.forward_path.make_kv_cache import make_blocks
 from nereid_backend.model.forward_path.path_spec import set_attention
 from nereid_backend.model.forward_path.probe_layers import probe_layers
+from nereid_backend.model.forward_path.reference_logits import compute_reference
 from nereid_backend.model.forward_path.self_check import check_path
-from nereid_backend.model.forward_path.trials import make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
 from safetensors.torch import load_file, save_file
@@ -526,15 +526,15 @@ def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change, b
     layers = probe_layers(loaded, hook)
     # The model computes the expected logits with its own attention instead of the hook.
     set_attention(loaded, None)
-    trial = make_trial(loaded, layers, max_len=256, block_size=block_size)
+    reference = compute_reference(loaded, layers, max_len=256, block_size=block_size)
     set_attention(loaded, hook)
-    correct_path = packed_path(loaded, hook, layers, trial.sizes)
-    assert check_path(correct_path, trial, torch.float32) < 1e-5
+    correct_path = packed_path(loaded, hook, layers, reference.sizes)
+    assert check_path(correct_path, reference, torch.float32) < 1e-5
 
     wrong_layers = [change(layer) for layer in layers]
-    wrong_path = packed_path(loaded, hook, wrong_layers, trial.sizes)
+    wrong_path = packed_path(loaded, hook, wrong_layers, reference.sizes)
     with pytest.raises(UnfitError, match="differ from the logits of the unmodified model"):
-        check_path(wrong_path, trial, torch.float32)
+        check_path(wrong_path, reference, torch.float32)
     hook.remove()
 
 

@@ -14,8 +14,8 @@ from backend.vision.image_archs import RATE, audio_chat, noise, open_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.errors import RequestError
-from nereid_backend.model.forward_path.media_trials import _check_uses_audio
-from nereid_backend.model.forward_path.trials import Trial
+from nereid_backend.model.forward_path.media_references import _check_uses_audio
+from nereid_backend.model.forward_path.reference_logits import ReferenceLogits
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.serving.tokenizer.image_prompts import may_accept_media, take_media
 from nereid_backend.vision.audio_parts import read_audio, read_audio_url
@@ -236,9 +236,9 @@ def test_the_process_that_reads_requests_imports_no_torch():
 
 def test_a_model_that_ignores_audio_refuses_audio():
     logits = torch.arange(20.0)[:, None]
-    _check_uses_audio(Trial([], logits, block_size=4))
+    _check_uses_audio(ReferenceLogits([], logits, block_size=4))
     with pytest.raises(UnfitError, match="do not depend on the audio"):
-        _check_uses_audio(Trial([], torch.zeros_like(logits), block_size=4))
+        _check_uses_audio(ReferenceLogits([], torch.zeros_like(logits), block_size=4))
 
 
 def test_tokens_equal_those_of_generate(tmp_path):

@@ -25,10 +25,10 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 from nereid_backend.core.image_inputs import KINDS, ImageInputs
 from nereid_backend.errors import NereidError
 from nereid_backend.load_checkpoint import Checkpoint, Progress
-from nereid_backend.model.forward_path.media_trials import describe, make_trials
+from nereid_backend.model.forward_path.media_references import describe, generate_references
 from nereid_backend.model.forward_path.path_spec import PathSpec
+from nereid_backend.model.forward_path.reference_logits import ReferenceLogits
 from nereid_backend.model.forward_path.self_check import check_path
-from nereid_backend.model.forward_path.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
 from nereid_backend.paths.single_sequence import SinglePath
@@ -128,19 +128,21 @@ def choose_image_path(
         progress(f"images: refused, because {describe(error)}")
         return refuse_images(config, f"{describe(error)}.")
     with attention.activated():
-        trials, unanswered = make_trials(checkpoint, processor, block_size)
+        references, unanswered = generate_references(checkpoint, processor, block_size)
     features = FeatureCache(_FEATURE_BYTES)
     features.install(checkpoint.model)
     candidates = _candidates(checkpoint, spec, features, attention)
 
-    def check_and_measure(add_images: _AddImages, trial: Trial) -> float:
+    def check_and_measure(add_images: _AddImages, reference: ReferenceLogits) -> float:
         """Return the difference between a candidate's logits and the expected logits.
 
         Raise an exception if the difference is too large.
         """
-        return check_path(add_images(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
+        return check_path(
+            add_images(spec.build(reference.sizes)), reference, checkpoint.model.dtype
+        )
 
-    chosen, incorrect = _choose_candidate(candidates, trials, check_and_measure)
+    chosen, incorrect = _choose_candidate(candidates, references, check_and_measure)
     refused = {**processor.refused, **unanswered, **incorrect}
     _report(chosen, refused, progress)
     if chosen is None:
@@ -197,21 +199,21 @@ class _Choice:
 
 def _choose_candidate(
     candidates: list[_Candidate],
-    trials: dict[str, Trial],
-    check_and_measure: Callable[[_AddImages, Trial], float],
+    references: dict[str, ReferenceLogits],
+    check_and_measure: Callable[[_AddImages, ReferenceLogits], float],
 ) -> tuple[_Choice | None, dict[str, str]]:
     """Choose a candidate, and refuse each kind of media for which the logits are wrong.
 
     A candidate is a way to run a model. The kinds of media (images, videos and audio) are tried in
-    the order of `trials`. The first candidate that computes correct logits for a kind is chosen.
-    The engine runs a model in only one way. Therefore, the later kinds must use the same candidate,
-    and are refused if their logits are wrong.
+    the order of `references`. The first candidate that computes correct logits for a kind is
+    chosen. The engine runs a model in only one way. Therefore, the later kinds must use the same
+    candidate, and are refused if their logits are wrong.
 
     Args:
         candidates: the candidates in order of preference.
-        trials: for each kind of media, the test prompts and the expected logits.
+        references: for each kind of media, the test prompts and the expected logits.
         check_and_measure: returns the difference between a candidate's logits and the expected
-            logits of a trial, or raises an exception if the difference is too large.
+            logits, or raises an exception if the difference is too large.
 
     Returns:
         The chosen candidate, with the largest difference of all accepted kinds; None if all kinds
@@ -219,12 +221,12 @@ def _choose_candidate(
     """
     choice: _Choice | None = None
     refused: dict[str, str] = {}
-    for kind, trial in trials.items():
+    for kind, reference in references.items():
         try:
             if choice is None:
-                choice = _first_correct(candidates, kind, trial, check_and_measure)
+                choice = _first_correct(candidates, kind, reference, check_and_measure)
             else:
-                difference = check_and_measure(choice.add_images, trial)
+                difference = check_and_measure(choice.add_images, reference)
                 choice = replace(choice, difference=max(choice.difference, difference))
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             refused[kind] = describe(error)
@@ -234,15 +236,15 @@ def _choose_candidate(
 def _first_correct(
     candidates: list[_Candidate],
     kind: str,
-    trial: Trial,
-    check_and_measure: Callable[[_AddImages, Trial], float],
+    reference: ReferenceLogits,
+    check_and_measure: Callable[[_AddImages, ReferenceLogits], float],
 ) -> _Choice:
     """Return the first candidate (a way to process images) that computes correct logits.
 
     Args:
         candidates: the candidates in order of preference.
         kind: the kind of media in the test prompts, for the error message.
-        trial: the test prompts and the expected logits.
+        reference: the test prompts and the expected logits.
         check_and_measure: returns the difference between a candidate's logits and the expected
             logits, or raises an exception if the difference is too large.
 
@@ -253,7 +255,7 @@ def _first_correct(
     problems: list[str] = []
     for name, add_images in candidates:
         try:
-            difference = check_and_measure(add_images, trial)
+            difference = check_and_measure(add_images, reference)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             problems.append(f"{name}: {describe(error)}")
         else:

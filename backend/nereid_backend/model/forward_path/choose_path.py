@@ -31,9 +31,13 @@ from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.forward_path.length_limits import LengthLimit, model_limit
 from nereid_backend.model.forward_path.path_spec import PathSpec, set_attention
 from nereid_backend.model.forward_path.path_variants import path_variants
+from nereid_backend.model.forward_path.reference_logits import (
+    ReferenceLogits,
+    compute_reference,
+    generate_reference,
+)
 from nereid_backend.model.forward_path.self_check import check_generation, check_path
 from nereid_backend.model.forward_path.snapshot_check import NO_SNAPSHOTS, has_exact_snapshots
-from nereid_backend.model.forward_path.trials import Trial, make_generated_trial, make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.single_sequence import SinglePath
@@ -52,13 +56,13 @@ class ChosenPath:
             deviation of the logits. Example: 0.02. With an 8-bit KV cache, rounded keys and values
             cause this difference.
         limit: the largest length of a sequence for which the logits of the path are correct.
-        trial: the test sequences, and the logits of the unmodified model for these sequences.
+        reference: the test sequences, and the logits of the unmodified model for these sequences.
     """
 
     spec: PathSpec
     difference: float
     limit: LengthLimit
-    trial: Trial
+    reference: ReferenceLogits
 
 
 def choose_path(
@@ -81,11 +85,11 @@ def choose_path(
             each path.
         ModelError: if no path has correct logits, because a weight contains NaN or infinity.
     """
-    trials = Trials(checkpoint, config)
+    references = ReferenceCache(checkpoint, config)
     reasons: list[str] = []
     for name, variants in path_variants(checkpoint, hook, config.max_model_len):
         try:
-            chosen = try_variants(checkpoint, variants, trials)
+            chosen = try_variants(checkpoint, variants, references)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             reasons.append(f"{name}: {_reason(error)}")
             continue
@@ -123,7 +127,7 @@ def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
     return f"path: {spec.name}{detail}{reason}.{warning}"
 
 
-class Trials:
+class ReferenceCache:
     """Computes and caches the test sequences and the logits of the unmodified model."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
@@ -132,16 +136,16 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # Maps the argument `is_generated` of `get` to the result of `get`.
-        self._trials: dict[bool, Trial] = {}
+        # Maps the argument `is_generated` of `get` to the cached result of `get`.
+        self._references: dict[bool, ReferenceLogits] = {}
         # If `get` raises an UnfitError, maps the argument `is_generated` to the error's message.
         self._refusals: dict[bool, str] = {}
 
-    def get_for(self, spec: PathSpec) -> Trial:
+    def get_for(self, spec: PathSpec) -> ReferenceLogits:
         """Return the test sequences and the expected logits for the path that `spec` describes."""
-        return self.get(spec.layers, is_generated=spec.uses_generated_trial)
+        return self.get(spec.layers, is_generated=spec.uses_generated_reference)
 
-    def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
+    def get(self, layers: list[LayerSpec], *, is_generated: bool) -> ReferenceLogits:
         """Return the test sequences and the expected logits.
 
         They are computed in the first call with each value of `is_generated`, and then cached.
@@ -153,7 +157,7 @@ class Trials:
             is_generated: whether the tokens and logits come from transformers' generate. If False,
                 the logits come from one forward pass over each whole sequence.
 
-        Mutates: if the trial is not cached, the model uses its own attention after the call.
+        Mutates: if the result is not cached, the model uses its own attention after the call.
 
         Raises:
             UnfitError: if the logits of one forward pass over a sequence differ from the logits of
@@ -161,27 +165,27 @@ class Trials:
         """
         if is_generated in self._refusals:
             raise UnfitError(self._refusals[is_generated])
-        if is_generated in self._trials:
-            return self._trials[is_generated]
+        if is_generated in self._references:
+            return self._references[is_generated]
         try:
-            trial = self._compute(layers, is_generated=is_generated)
+            reference = self._compute(layers, is_generated=is_generated)
         except UnfitError as error:
             self._refusals[is_generated] = str(error)
             raise
-        self._trials[is_generated] = trial
-        return trial
+        self._references[is_generated] = reference
+        return reference
 
-    def _compute(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
+    def _compute(self, layers: list[LayerSpec], *, is_generated: bool) -> ReferenceLogits:
         """Return test sequences, and the expected logits, computed with the model's own attention.
 
         Mutates: the model, which uses its own attention after the call.
         """
         set_attention(self._checkpoint, None)
         if is_generated:
-            return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
-        return self._one_pass_trial(layers)
+            return generate_reference(self._checkpoint, self._max_len, self._block_size)
+        return self._compute_in_one_pass(layers)
 
-    def _one_pass_trial(self, layers: list[LayerSpec]) -> Trial:
+    def _compute_in_one_pass(self, layers: list[LayerSpec]) -> ReferenceLogits:
         """Return test sequences, and the logits of one forward pass over each whole sequence.
 
         One test sequence is longer than the windows of the attention layers `layers`. The logits
@@ -191,18 +195,18 @@ class Trials:
         Raises:
             UnfitError: if one forward pass gives other logits than token-by-token generation.
         """
-        trial = make_trial(self._checkpoint, layers, self._max_len, self._block_size)
+        reference = compute_reference(self._checkpoint, layers, self._max_len, self._block_size)
         try:
-            check_generation(self._checkpoint, trial)
+            check_generation(self._checkpoint, reference)
         except UnfitError:  # The logits differ, so one pass gives wrong logits.
             raise
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             log.info("Token-by-token generation is not checked: %s", first_line(error))
-        return trial
+        return reference
 
 
 def try_variants(
-    checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
+    checkpoint: Checkpoint, variants: Iterator[PathSpec], references: ReferenceCache
 ) -> ChosenPath:
     """Return the first variant of a forward path that computes correct logits.
 
@@ -211,7 +215,7 @@ def try_variants(
     Args:
         checkpoint: the model. Its attention is set to the attention that the variant needs.
         variants: the variants of one forward path, from the fastest to the slowest.
-        trials: the test sequences, and the logits of the unmodified model.
+        references: the test sequences, and the logits of the unmodified model.
 
     Raises:
         Exception: if no variant has correct logits. The exception is the error of the last variant.
@@ -219,43 +223,49 @@ def try_variants(
     last_error: Exception = UnfitError("it has no variant")
     for spec in variants:
         try:
-            return check_variant(checkpoint, spec, trials)
+            return check_variant(checkpoint, spec, references)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             last_error = error
     raise last_error
 
 
-def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> ChosenPath:
+def check_variant(checkpoint: Checkpoint, spec: PathSpec, references: ReferenceCache) -> ChosenPath:
     """Check that a model computes correct logits if the engine runs it as `spec` describes.
 
     Args:
         checkpoint: the model. Its attention is set to the attention that `spec` needs.
         spec: describes a way to run the model (a variant of a forward path).
-        trials: the test sequences, and the logits of the unmodified model.
+        references: the test sequences, and the logits of the unmodified model.
 
     Raises:
         Exception: of any class, if the logits are wrong, or if the model's code fails.
     """
-    trial = trials.get_for(spec)
+    reference = references.get_for(spec)
     set_attention(checkpoint, spec.hook)
-    path = spec.build(trial.sizes)
+    path = spec.build(reference.sizes)
     dtype = checkpoint.model.dtype
-    unrounded_difference = check_path(path, trial, dtype)
+    unrounded_difference = check_path(path, reference, dtype)
     difference = unrounded_difference
-    if trials.kv_cache_dtype != "auto" and spec.layers:
+    if references.kv_cache_dtype != "auto" and spec.layers:
         # The check above used unrounded keys and values. Check the model again with the 8-bit KV
         # cache, which rounds keys and values.
-        rounded_path = spec.build(replace(trial.sizes, kv_cache_dtype=trials.kv_cache_dtype))
-        difference = check_path(rounded_path, trial, dtype, is_rounded=True)
-    measured_spec = _with_measurements(spec, path, trial, unrounded_difference, dtype)
+        rounded_path = spec.build(
+            replace(reference.sizes, kv_cache_dtype=references.kv_cache_dtype)
+        )
+        difference = check_path(rounded_path, reference, dtype, is_rounded=True)
+    measured_spec = _with_measurements(spec, path, reference, unrounded_difference, dtype)
     # For some models, the length limit is lower in a batch than for a sequence that is computed
     # alone, because the code of these models is wrong for long sequences in a batch.
     limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
-    return ChosenPath(measured_spec, difference, limit, trial)
+    return ChosenPath(measured_spec, difference, limit, reference)
 
 
 def _with_measurements(
-    spec: PathSpec, path: ForwardPath, trial: Trial, difference: float, dtype: torch.dtype
+    spec: PathSpec,
+    path: ForwardPath,
+    reference: ReferenceLogits,
+    difference: float,
+    dtype: torch.dtype,
 ) -> PathSpec:
     """Measure the data that a path stores outside of blocks. Return `spec` with the results.
 
@@ -263,31 +273,35 @@ def _with_measurements(
 
     Args:
         spec: the description of the path.
-        path: the path, which has computed the test sequences of `trial`.
-        trial: the test sequences.
+        path: the path, which has computed the test sequences of `reference`.
+        reference: the test sequences.
         difference: the relative difference of the logits of `path`.
         dtype: the data type of the model.
     """
     match path:
         case SinglePath():
-            return replace(spec, bytes_per_token=_bytes_per_token(path, trial))
+            return replace(spec, bytes_per_token=_bytes_per_token(path, reference))
         case RowsPath():
-            return _with_state_measurements(spec, path, trial, difference, dtype)
+            return _with_state_measurements(spec, path, reference, difference, dtype)
         case _:
             return spec
 
 
-def _bytes_per_token(path: SinglePath, trial: Trial) -> int:
+def _bytes_per_token(path: SinglePath, reference: ReferenceLogits) -> int:
     """Return how many bytes the path stores for one token of a test sequence.
 
     Example: the path stores 6000 bytes for test sequences with 60 tokens. The result is 100.
     """
-    num_tokens = sum(len(token_ids) for token_ids, _logits in trial.sequences)
+    num_tokens = sum(len(sequence.token_ids) for sequence in reference.sequences)
     return math.ceil(path.stored_bytes() / num_tokens)
 
 
 def _with_state_measurements(
-    spec: PathSpec, path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
+    spec: PathSpec,
+    path: RowsPath,
+    reference: ReferenceLogits,
+    difference: float,
+    dtype: torch.dtype,
 ) -> PathSpec:
     """Measure the recurrent states of a path. Return a copy of `spec` that contains the results.
 
@@ -295,14 +309,14 @@ def _with_state_measurements(
     recurrent state, from which a sequence can continue. If snapshots do not work, the result also
     has another `detail` for the log.
 
-    `path` has computed the test sequences of `trial`. `difference` is the relative difference of
-    its logits, and `dtype` is the data type of the model.
+    `path` has computed the test sequences of `reference`. `difference` is the relative difference
+    of its logits, and `dtype` is the data type of the model.
     """
     measured_spec = replace(spec, bytes_per_sequence=path.state_bytes())
     if spec.whole_prefill:
         # A prompt is computed in one pass, so it cannot continue from a snapshot.
         return measured_spec
-    if has_exact_snapshots(path, trial, difference, dtype):
+    if has_exact_snapshots(path, reference, difference, dtype):
         return replace(measured_spec, has_snapshots=True)
     # Without snapshots, there is no prefix cache. The log line about the path must tell users this
     # fact. The line contains only one detail. Therefore, the detail `NO_SNAPSHOTS` replaces the

@@ -20,7 +20,7 @@ from nereid_backend.model.forward_path.choose_image_path import ImageSupport, ch
 from nereid_backend.model.forward_path.choose_path import ChosenPath
 from nereid_backend.model.forward_path.length_limits import model_limit
 from nereid_backend.model.forward_path.path_spec import PathSpec, set_attention
-from nereid_backend.model.forward_path.trials import Trial
+from nereid_backend.model.forward_path.reference_logits import ReferenceLogits
 from nereid_backend.paths.model_call import Sizes
 
 # Describes a forward path that refuses texts: every call raises an error. This path is used if a
@@ -33,7 +33,7 @@ _IMAGES_ONLY_SPEC = PathSpec(
     shares_blocks=False,
     whole_prefill=True,
     is_batched=False,
-    uses_generated_trial=True,
+    uses_generated_reference=True,
 )
 
 
@@ -81,8 +81,10 @@ def choose_images_only(
     progress(f"texts: refused, because the model accepts only prompts with {images.kind}")
     limit = model_limit(checkpoint.text_config, is_batched=False)
     no_logits = torch.empty(0, checkpoint.vocab_size)
-    trial_without_texts = Trial(sequences=[], expected=no_logits, block_size=block_size)
+    reference_without_texts = ReferenceLogits(
+        sequences=[], expected=no_logits, block_size=block_size
+    )
     # The forward path refuses texts, so the difference of the logits was measured with prompts that
     # contain images.
-    chosen = ChosenPath(_IMAGES_ONLY_SPEC, images.difference, limit, trial_without_texts)
+    chosen = ChosenPath(_IMAGES_ONLY_SPEC, images.difference, limit, reference_without_texts)
     return chosen, replace(images, needs_images=True)

@@ -32,8 +32,9 @@ class PathSpec:
         is_batched: whether several sequences share a forward pass.
         has_snapshots: whether a sequence gets the same logits if it continues from a copy of its
             recurrent state. If True, there is a prefix cache even if `shares_blocks` is False.
-        uses_generated_trial: whether the logits of the path are compared with transformers'
-            generate. If False, they are compared with one pass over each whole test sequence.
+        uses_generated_reference: whether the logits of the path are compared with the logits of
+            transformers' `generate`. If False, the logits of the path are compared with the logits
+            of one pass over each whole test sequence.
     """
 
     name: str
@@ -47,7 +48,7 @@ class PathSpec:
     whole_prefill: bool = False
     is_batched: bool = True
     has_snapshots: bool = False
-    uses_generated_trial: bool = False
+    uses_generated_reference: bool = False
 
     @property
     def removes_tokens(self) -> bool:

@@ -251,7 +251,7 @@ def _make_rows_variants(
     replaying = replace(
         whole,
         build=partial(build, computes_from_start=True, replays_preempted=True),
-        uses_generated_trial=True,
+        uses_generated_reference=True,
     )
     return [chunked, whole, replaying]
 
@@ -281,7 +281,7 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
         # This path calls the model as transformers' generate does: first with the prompt, then with
         # one token at a time. The logits are therefore compared with those of generate. One pass
         # over the whole sequence could give other logits.
-        uses_generated_trial=True,
+        uses_generated_reference=True,
     )
     yield with_cache
     yield replace(

@@ -16,7 +16,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.forward_path.trials import Trial, TrialSequence
+from nereid_backend.model.forward_path.reference_logits import ReferenceLogits, ReferenceSequence
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.step_runner import ForwardPath
@@ -38,22 +38,22 @@ _ROUNDED_TOLERANCE = 0.5
 
 
 @torch.inference_mode()
-def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
+def check_generation(checkpoint: Checkpoint, reference: ReferenceLogits) -> None:
     """Compare the logits of one pass over a sequence with the logits of token-by-token generation.
 
-    The sequence is the first test sequence of `trial`, which also contains the logits of one pass.
-    This function computes the logits of the generation with the unmodified model: `SinglePath`
-    calls the model once for the prompt, and then once for each later token.
+    The sequence is the first test sequence of `reference`, and `reference` contains the logits of
+    one pass. This function computes the logits of the generation with the unmodified model:
+    `SinglePath` calls the model once for the prompt, and then once for each later token.
 
     Raises:
         UnfitError: if the logits differ. The logits of one pass are then not correct, because the
             model normally generates token by token.
     """
     path = SinglePath(checkpoint, uses_cache=True)
-    sequence = trial.sequences[0]
+    sequence = reference.sequences[0]
     logits = path.forward(_whole_sequence_plan(sequence)).float()
-    expected = trial.expected[: sequence.num_logits]
-    row_differences = _row_differences(logits, expected, unit=trial.expected.std())
+    expected = reference.expected[: sequence.num_logits]
+    row_differences = _row_differences(logits, expected, unit=reference.expected.std())
     # In a mixture of experts, rounding can change the experts of a few tokens. The logits of these
     # tokens then differ greatly, but the median of the differences stays small.
     difference = row_differences.median().item()
@@ -73,7 +73,7 @@ def _row_differences(logits: Tensor, expected: Tensor, *, unit: Tensor) -> Tenso
     return (logits - expected).square().mean(-1).sqrt() / unit
 
 
-def _whole_sequence_plan(test_sequence: TrialSequence) -> StepPlan:
+def _whole_sequence_plan(test_sequence: ReferenceSequence) -> StepPlan:
     """Return a step plan with a single chunk that contains all tokens of a test sequence.
 
     The plan requests the logits of the last prompt token and of all later tokens.
@@ -98,13 +98,13 @@ def _whole_sequence_plan(test_sequence: TrialSequence) -> StepPlan:
 
 
 def check_path(
-    path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
+    path: ForwardPath, reference: ReferenceLogits, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> float:
     """Compare the engine's logits for test sequences with the logits of the unmodified model.
 
     Args:
         path: a path that has not computed any tokens yet.
-        trial: the test sequences and the expected logits.
+        reference: the test sequences and the expected logits.
         dtype: the data type of the model.
         is_rounded: whether the setting kv_cache_dtype rounds keys and values to 8 bits.
 
@@ -115,7 +115,7 @@ def check_path(
     Raises:
         UnfitError: if the difference is larger than rounding can explain.
     """
-    check = PathCheck(path, trial, dtype, is_rounded=is_rounded)
+    check = PathCheck(path, reference, dtype, is_rounded=is_rounded)
     while not check.has_all_logits:
         check.run_pass()
     return check.compare()
@@ -131,18 +131,23 @@ class PathCheck:
     """
 
     def __init__(
-        self, path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
+        self,
+        path: ForwardPath,
+        reference: ReferenceLogits,
+        dtype: torch.dtype,
+        *,
+        is_rounded: bool = False,
     ) -> None:
         """Prepare the check. `check_path` describes the arguments."""
         self._path = path
-        self._trial = trial
+        self._reference = reference
         self._dtype = dtype
         self._is_rounded = is_rounded
-        self._budget = _step_budget(trial)
-        self._sequences = _prompt_sequences(trial)
+        self._budget = _step_budget(reference)
+        self._sequences = _prompt_sequences(reference)
         # The logits that were computed until now: for each sequence, one row for each token.
         self._logits: dict[Sequence, list[Tensor]] = {each: [] for each in self._sequences}
-        self._test_sequences = dict(zip(self._sequences, trial.sequences, strict=True))
+        self._test_sequences = dict(zip(self._sequences, reference.sequences, strict=True))
 
     @property
     def has_all_logits(self) -> bool:
@@ -174,7 +179,7 @@ class PathCheck:
             UnfitError: if the difference is larger than rounding can explain.
         """
         logits = torch.cat([torch.stack(rows) for rows in self._logits.values()])
-        expected_shape = self._trial.expected.shape
+        expected_shape = self._reference.expected.shape
         if logits.shape != expected_shape:
             raise UnfitError(
                 f"its logits have the shape {tuple(logits.shape)}, but must have the shape "
@@ -183,7 +188,7 @@ class PathCheck:
         # Rounding can make a mixture-of-experts model choose different experts for a few tokens,
         # whose logits then differ greatly.
         ignores_outliers = self._dtype != torch.float32 or self._is_rounded
-        difference = _largest_difference(logits, self._trial, ignores_outliers=ignores_outliers)
+        difference = _largest_difference(logits, self._reference, ignores_outliers=ignores_outliers)
         # `not <=` also refuses NaN.
         if not difference <= self._tolerance:
             raise UnfitError(
@@ -199,7 +204,9 @@ class PathCheck:
         return max(tolerance, _ROUNDED_TOLERANCE) if self._is_rounded else tolerance
 
 
-def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool) -> float:
+def _largest_difference(
+    logits: Tensor, reference: ReferenceLogits, *, ignores_outliers: bool
+) -> float:
     """Return the largest difference between a row of `logits` and the expected row.
 
     If `ignores_outliers` is True, compute the median of each sequence's differences, and return the
@@ -207,20 +214,20 @@ def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool)
     few tokens. The logits of these tokens then differ greatly, but the median does not. A wrong
     forward path changes the logits of most tokens, so the median still detects a wrong path.
     """
-    differences = _row_differences(logits, trial.expected, unit=trial.expected.std())
+    differences = _row_differences(logits, reference.expected, unit=reference.expected.std())
     if ignores_outliers:
-        differences = differences.view(len(trial.sequences), -1).median(dim=1).values
+        differences = differences.view(len(reference.sequences), -1).median(dim=1).values
     return differences.max().item()
 
 
-def _step_budget(trial: Trial) -> int:
+def _step_budget(reference: ReferenceLogits) -> int:
     """Return the largest number of tokens that one forward pass of the check computes.
 
     A test prompt with images can be long, so such a prompt is divided into a few large chunks.
     """
-    if not trial.images:
+    if not reference.images:
         return _BUDGET
-    max_len = max(len(tokens) for tokens, _ in trial.sequences)
+    max_len = max(len(tokens) for tokens, _ in reference.sequences)
     return max(_BUDGET, max_len // 3)
 
 
@@ -236,26 +243,26 @@ def _append_next_token(chunk: Chunk, test_tokens: list[int]) -> None:
         chunk.sequence.token_ids.append(test_tokens[next_index])
 
 
-def _prompt_sequences(trial: Trial) -> list[Sequence]:
+def _prompt_sequences(reference: ReferenceLogits) -> list[Sequence]:
     """Return a `Sequence` object for each test prompt, with blocks of the KV cache.
 
     No tokens are computed yet. The blocks of each sequence are in random order, so that the check
     detects a forward path that ignores the block tables.
     """
-    sizes = trial.sizes
+    sizes = reference.sizes
     blocks = list(range(sizes.num_blocks))
     random.Random(0).shuffle(blocks)
-    blocks_per_sequence = sizes.num_blocks // len(trial.sequences)
+    blocks_per_sequence = sizes.num_blocks // len(reference.sequences)
     sequences = []
-    for index, (tokens, prompt_len) in enumerate(trial.sequences):
+    for index, (tokens, prompt_len) in enumerate(reference.sequences):
         # A sequence ends as soon as it has `max_total_tokens` tokens. Allow one token more than the
         # test needs, so that the sequence does not end during the test.
         sequence = Sequence(
             str(index), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
         )
         sequence.row = index  # the index of the sequence in the tables of the forward path
-        if trial.images:
-            sequence.images = trial.images[index]
+        if reference.images:
+            sequence.images = reference.images[index]
         first_block = index * blocks_per_sequence
         sequence.block_table = blocks[first_block : first_block + blocks_per_sequence]
         sequences.append(sequence)

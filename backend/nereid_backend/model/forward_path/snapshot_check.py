@@ -11,7 +11,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.errors import first_line
-from nereid_backend.model.forward_path.trials import Trial
+from nereid_backend.model.forward_path.reference_logits import ReferenceLogits
 from nereid_backend.paths.recurrent import RowsPath
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _ROUNDING = 1e-4
 
 @torch.inference_mode()
 def has_exact_snapshots(
-    path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
+    path: RowsPath, reference: ReferenceLogits, difference: float, dtype: torch.dtype
 ) -> bool:
     """Return whether a sequence gets the same logits if it continues from a snapshot of its state.
 
@@ -46,24 +46,24 @@ def has_exact_snapshots(
 
     Args:
         path: the forward path. The states of its first two rows are overwritten.
-        trial: the test sequences.
+        reference: the test sequences.
         difference: the relative difference between the logits of `path` and the logits of one pass.
         dtype: the data type of the model.
     """
     if dtype == torch.float32 and difference > _ROUNDING:
         return False
-    token_ids, _ = trial.sequences[0]
+    token_ids, _ = reference.sequences[0]
     half_len = len(token_ids) // 2
     if half_len < _MIN_HALF_LEN:
         return False  # The sequence is too short for the check.
     try:
-        return _continues_exactly(path, trial, half_len)
+        return _continues_exactly(path, reference, half_len)
     except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
         log.info("Copies of recurrent states are not used: %s", first_line(error))
         return False
 
 
-def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
+def _continues_exactly(path: RowsPath, reference: ReferenceLogits, half_len: int) -> bool:
     """Return whether a copy of a sequence's state gives the same logits as the state itself.
 
     The state after the first `half_len` tokens is copied to a snapshot. The rest of the sequence
@@ -75,28 +75,28 @@ def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
     sequence_and_snapshot = (0, 0)
     save = SnapshotPlan(loads=[], saves=[sequence_and_snapshot], deleted=[])
     load = SnapshotPlan(loads=[sequence_and_snapshot], saves=[], deleted=[])
-    original = _make_sequence(trial, row=0)
+    original = _make_sequence(reference, row=0)
     first_half = Chunk(
         original, start=0, num_tokens=half_len, samples=False, is_first=True, num_logits=0
     )
     _run_chunk(path, first_half, save)
     expected = _continue_from(path, original, half_len, restored=None)
-    in_other_row = _continue_from(path, _make_sequence(trial, row=1), half_len, restored=load)
-    in_same_row = _continue_from(path, _make_sequence(trial, row=0), half_len, restored=load)
+    in_other_row = _continue_from(path, _make_sequence(reference, row=1), half_len, restored=load)
+    in_same_row = _continue_from(path, _make_sequence(reference, row=0), half_len, restored=load)
     return torch.equal(in_other_row, expected) and torch.equal(in_same_row, expected)
 
 
-def _make_sequence(trial: Trial, row: int) -> Sequence:
+def _make_sequence(reference: ReferenceLogits, row: int) -> Sequence:
     """Return a sequence in the batch row `row`, with the tokens of the first test sequence.
 
     All sequences that this function returns have the same blocks.
     """
-    token_ids = trial.sequences[0][0]
+    token_ids = reference.sequences[0][0]
     # A sequence ends as soon as it has `max_total_tokens` tokens, so allow one more token than the
     # test sequence contains.
     sequence = Sequence("0", token_ids, SamplingParams(), max_total_tokens=len(token_ids) + 1)
     sequence.row = row
-    sequence.block_table = list(range(math.ceil(len(token_ids) / trial.block_size)))
+    sequence.block_table = list(range(math.ceil(len(token_ids) / reference.block_size)))
     return sequence
 
 

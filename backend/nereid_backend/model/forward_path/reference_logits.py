@@ -33,7 +33,7 @@ GENERATE_ARGUMENTS: dict[str, Any] = {
     "return_dict_in_generate": True,
     "pad_token_id": 0,
 }
-"""The arguments of transformers' `generate` that compute the expected logits of a trial."""
+"""The arguments of transformers' `generate` that compute the expected logits."""
 # One prompt is longer than the model's sliding window in order to test the window. The prompt has
 # at most `_LONGEST_PROMPT` tokens, because longer prompts would take seconds at every start.
 _LONGEST_PROMPT = 160
@@ -41,7 +41,7 @@ _LONGEST_PROMPT = 160
 _BEYOND_LIMIT = 6
 
 
-class TrialSequence(NamedTuple):
+class ReferenceSequence(NamedTuple):
     """A test sequence.
 
     Attributes:
@@ -62,7 +62,7 @@ class TrialSequence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ReferenceLogits:
     """Test sequences, and the logits of the unmodified model for these sequences.
 
     Attributes:
@@ -73,7 +73,7 @@ class Trial:
         images: the images of each sequence; empty if no sequence has images.
     """
 
-    sequences: list[TrialSequence]
+    sequences: list[ReferenceSequence]
     expected: Tensor
     block_size: int
     images: tuple[ImageInputs | None, ...] = ()
@@ -87,9 +87,9 @@ class Trial:
 
 
 @torch.inference_mode()
-def make_trial(
+def compute_reference(
     checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int, block_size: int
-) -> Trial:
+) -> ReferenceLogits:
     """Return random test sequences, and the logits that the unmodified model computes for them.
 
     A correct forward path must compute the same logits. The model computes each whole sequence in a
@@ -109,17 +109,17 @@ def make_trial(
         positions = torch.arange(len(sequence.token_ids), device=checkpoint.device)[None]
         logits = call(ids, num_logits=sequence.num_logits, position_ids=positions)
         expected.append(logits[0].float())
-    return Trial(sequences, torch.cat(expected), block_size)
+    return ReferenceLogits(sequences, torch.cat(expected), block_size)
 
 
 @torch.inference_mode()
-def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) -> Trial:
+def generate_reference(checkpoint: Checkpoint, max_len: int, block_size: int) -> ReferenceLogits:
     """Return test sequences whose tokens and logits come from transformers' `generate`.
 
-    This trial is for models that cannot compute a whole sequence in one pass, or that compute other
-    logits in one pass than in token-by-token generation. The prompts are random.
+    This function is for models that cannot compute a whole sequence in one pass, or that compute
+    other logits in one pass than in token-by-token generation. The prompts are random.
 
-    If `generate` fails for a prompt that is longer than a window of the model, the trial contains
+    If `generate` fails for a prompt that is longer than a window of the model, the result contains
     only short prompts. Requests with long prompts then fail with the same error, because the
     forward path runs the same code of the model as `generate`.
     """
@@ -134,8 +134,8 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
 
 
 def _generate_sequences(
-    checkpoint: Checkpoint, prompts: list[TrialSequence], block_size: int
-) -> Trial:
+    checkpoint: Checkpoint, prompts: list[ReferenceSequence], block_size: int
+) -> ReferenceLogits:
     """Let transformers' `generate` continue the prompts, and return the tokens and their logits.
 
     Each item of `prompts` is a test sequence: the tokens, and the number of prompt tokens. The
@@ -160,14 +160,14 @@ def _generate_sequences(
         # tokens are counted from the end. The last generated token is left out, because `generate`
         # has not computed the logits that follow it.
         generated = output.sequences[0, -len(logits) : -1].tolist()
-        sequences.append(TrialSequence(prompt + generated, prompt_len))
+        sequences.append(ReferenceSequence(prompt + generated, prompt_len))
         expected.append(logits)
-    return Trial(sequences, torch.cat(expected), block_size)
+    return ReferenceLogits(sequences, torch.cat(expected), block_size)
 
 
 def _random_sequences(
     checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int
-) -> list[TrialSequence]:
+) -> list[ReferenceSequence]:
     """Return sequences of random tokens that are not special tokens.
 
     The first prompt is longer than the attention windows of the layers, unless a window is too long
@@ -184,7 +184,7 @@ def _random_sequences(
         shortened_len = max(1, min(prompt_len, max_len - NUM_STEPS))
         num_tokens = min(max_len, shortened_len + NUM_STEPS)
         tokens = [rng.choice(token_ids) for _ in range(num_tokens)]
-        sequences.append(TrialSequence(tokens, shortened_len))
+        sequences.append(ReferenceSequence(tokens, shortened_len))
     return sequences
 
 

@@ -11,11 +11,11 @@ import torch
 
 from nereid_backend.errors import NereidError, first_line
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.forward_path.trials import (
+from nereid_backend.model.forward_path.reference_logits import (
     GENERATE_ARGUMENTS,
     NUM_STEPS,
-    Trial,
-    TrialSequence,
+    ReferenceLogits,
+    ReferenceSequence,
 )
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
@@ -50,9 +50,9 @@ class _Answer(NamedTuple):
     logits: torch.Tensor
 
 
-def make_trials(
+def generate_references(
     checkpoint: Checkpoint, processor: ChatProcessor, block_size: int
-) -> tuple[dict[str, Trial], dict[str, str]]:
+) -> tuple[dict[str, ReferenceLogits], dict[str, str]]:
     """Return test prompts and their logits for each kind of media that transformers can process.
 
     The logits are those of transformers' `generate`. The engine must compute the same logits.
@@ -63,34 +63,35 @@ def make_trials(
         block_size: the number of tokens in a block of the KV cache.
 
     Returns:
-        The trial of each kind ("images", "videos" or "audio"), and the reason why transformers
-        cannot answer the test prompts of each failed kind.
+        Two dictionaries whose keys are kinds of media ("images", "videos" or "audio"). The first
+        contains the test prompts and logits of each kind. The second contains each kind whose test
+        prompts transformers cannot answer, and the reason.
     """
-    trials: dict[str, Trial] = {}
+    references: dict[str, ReferenceLogits] = {}
     failures: dict[str, str] = {}
     for kind in _TEST_MEDIA:
         if kind in processor.refused:
             continue
         try:
-            trials[kind] = _make_trial(checkpoint, processor, block_size, kind)
+            references[kind] = _generate_reference(checkpoint, processor, block_size, kind)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             failures[kind] = f"transformers cannot answer test {kind}: {describe(error)}"
-    return trials, failures
+    return references, failures
 
 
-def _make_trial(
+def _generate_reference(
     checkpoint: Checkpoint, processor: ChatProcessor, block_size: int, kind: str
-) -> Trial:
+) -> ReferenceLogits:
     """Return test prompts with one kind of media, and the logits of transformers' `generate`.
 
     Raises:
         Exception: of any class, if transformers cannot answer the prompts, or ignores audio.
     """
     answers = _generate_answers(checkpoint, processor, _TEST_MEDIA[kind]())
-    trial = _trial_of(answers, block_size)
+    reference = _combine_answers(answers, block_size)
     if kind == "audio":
-        _check_uses_audio(trial)
-    return trial
+        _check_uses_audio(reference)
+    return reference
 
 
 @torch.inference_mode()
@@ -122,17 +123,19 @@ def _generate_answers(
     return answers
 
 
-def _trial_of(answers: list[_Answer], block_size: int) -> Trial:
-    """Combine several answers of the unmodified model in one Trial (test sequences and logits).
+def _combine_answers(answers: list[_Answer], block_size: int) -> ReferenceLogits:
+    """Combine several answers of the unmodified model in one ReferenceLogits.
 
-    The first answer is repeated at the end of the trial. When a forward path computes the last
-    sequence, its images have already been encoded. The trial therefore also tests the cache of
-    image features.
+    The last test sequence repeats the first answer. When a forward path computes the last sequence,
+    its images have already been encoded. The test sequences therefore also test the cache of image
+    features.
     """
     repeated = [*answers, answers[0]]
-    return Trial(
+    return ReferenceLogits(
         sequences=[
-            TrialSequence(answer.prompt.token_ids + answer.token_ids, len(answer.prompt.token_ids))
+            ReferenceSequence(
+                answer.prompt.token_ids + answer.token_ids, len(answer.prompt.token_ids)
+            )
             for answer in repeated
         ],
         expected=torch.cat([answer.logits for answer in repeated]),
@@ -180,7 +183,7 @@ def _audio_contents() -> list[list[_MediaPart]]:
 _TEST_MEDIA = {"images": _image_contents, "videos": _video_contents, "audio": _audio_contents}
 
 
-def _check_uses_audio(trial: Trial) -> None:
+def _check_uses_audio(reference: ReferenceLogits) -> None:
     """Raise an UnfitError if the logits do not depend on the audio.
 
     Some models ignore audio if their checkpoint has no audio encoder.
@@ -188,7 +191,7 @@ def _check_uses_audio(trial: Trial) -> None:
     num_rows = NUM_STEPS + 1
     # Each prompt has `num_rows` rows of logits. The second-to-last prompt differs from the first
     # prompt only in the audio.
-    if torch.equal(trial.expected[0], trial.expected[-2 * num_rows]):
+    if torch.equal(reference.expected[0], reference.expected[-2 * num_rows]):
         raise UnfitError("the logits do not depend on the audio")
 
 

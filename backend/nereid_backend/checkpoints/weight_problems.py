@@ -162,11 +162,14 @@ def _is_needed_by_layer(name: str, model: PreTrainedModel) -> bool:
 def _find_module(name: str, model: PreTrainedModel) -> nn.Module | None:
     """Return the module `name` of a model; None if the model has no such module.
 
-    `name` can begin with the prefix of the model, which a model without a head does not have.
-    Example: the file contains "bert.encoder.layer.0", and the module is "encoder.layer.0".
-    Therefore, the name without the prefix is also tried.
+    Names of a model with a head begin with the prefix of the model, and names of a model without a
+    head do not. If only the saved model had a head, the file contains, for example,
+    "bert.encoder.layer.0", and the module is "encoder.layer.0". If only the loaded model has a
+    head, the file contains "layers.0", and the module is "model.layers.0". Therefore, the name
+    without the prefix and the name with the prefix are also tried.
     """
-    for candidate in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
         try:
             module: nn.Module = model.get_submodule(candidate)
             return module

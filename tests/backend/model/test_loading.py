@@ -311,6 +311,22 @@ def test_a_bias_that_the_model_lacks_is_refused_unless_it_is_zero(is_zero, copy)
         open_engine(copy)
 
 
+def test_a_bias_that_the_model_lacks_is_refused_in_files_without_the_prefix_of_the_model(copy):
+    from safetensors.torch import load_file, save_file
+
+    # Files that were saved by a class without an output layer have names without "model.".
+    weights = {
+        name.removeprefix("model."): weight
+        for name, weight in load_file(copy / "model.safetensors").items()
+    }
+    weights["layers.0.self_attn.q_proj.bias"] = torch.ones(
+        len(weights["layers.0.self_attn.q_proj.weight"])
+    )
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"as layers\.0\.self_attn\.q_proj\.bias, so"):
+        open_engine(copy)
+
+
 def test_a_weight_of_a_layer_that_the_model_ignores_is_reported(copy, caplog):
     from safetensors.torch import load_file, save_file
 

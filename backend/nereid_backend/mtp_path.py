@@ -89,8 +89,8 @@ class HiddenStates:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Run the large model, and return the logits; see `ForwardPath.forward`.
 
-        Also store the hidden states that the decoder of the large model computes. The MTP layer,
-        which generates draft tokens, reads them later.
+        Also store the hidden states that the decoder of the large model computes. The MTP layer
+        later reads these hidden states to generate draft tokens.
         """
         # A forward hook of torch calls `_record`, which appends each output of the decoder.
         outputs: list[Tensor] = []

@@ -34,7 +34,7 @@ class GraphSetup:
         checkpoint: the model.
         chosen: the chosen forward path, with the test sequences and the logits of the unmodified
             model for these sequences.
-        compiled: the compiled forward pass that the path uses; None if it uses none.
+        compiled: the compiled forward pass; None if the path uses no compiled forward pass.
         sizes: the sizes of the engine's KV cache, and the limits of a step.
     """
 
@@ -332,7 +332,7 @@ def _raise_if_device_is_lost(
 def use_fastest_attention(
     path: ForwardPath, checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress
 ) -> None:
-    """For each layer, use an external attention library if it is faster than Nereid's attention.
+    """Use an external library for each layer whose attention is faster with this library.
 
     Do nothing if no GPU kernel is used, or if no library is faster. The libraries are used only if
     a separate test path, which uses the same libraries, computes correct logits. If the engine's KV

@@ -96,10 +96,11 @@ def _correct_tokenizer(tokenizer: Any, folder: Path) -> None:  # noqa: ANN401 - 
 
 
 def _load(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
-    """Return a checkpoint's processor. If it cannot be loaded, return one that accepts no videos.
+    """Return the processor of a checkpoint.
 
-    If neither processor can be loaded, the exception of the processor's code is raised. This
-    exception can be of any class.
+    If loading the processor fails, load it again without the component for videos. The result then
+    accepts no videos. If this attempt fails, too, the exception of the processor's code is raised.
+    This exception can be of any class.
     """
     try:
         processor = _from_pretrained(AutoProcessor, folder)

@@ -209,7 +209,7 @@ class TritonBackend:
         return cast("bytes", raw)
 
     async def is_live(self) -> bool:
-        """Return whether the server answers, and no process of a model has died."""
+        """Return True if the server answers and no process of a model has died."""
         return await self._calls.is_live() and not await self._check_dead_model()
 
     async def is_ready(self) -> bool:

@@ -23,7 +23,8 @@ class AbortRequest(RequestBody):
     request_ids: Annotated[list[str] | None, Field(max_length=_MAX_IDS)] = None
     """The ids of several requests, as in vLLM."""
     abort_all: bool | None = None
-    """Whether all requests are aborted, or all requests of the API key if it is in the key file."""
+    """Whether all requests are aborted. A client with an API key of the key file aborts only its
+    own requests."""
 
     @model_validator(mode="after")
     def _check_ids(self) -> Self:

@@ -87,8 +87,8 @@ async def chunk_events(
 
     Args:
         builder: builds the chunks, and records which choices have not finished yet.
-        first: the first item of the stream, or None if there is none.
-        rest: the items after the first one.
+        first: the first item of the stream; None if the stream has no items.
+        rest: the items after the first item.
     """
     unsent = [sse.event(chunk) for chunk in builder.opening()]
     item = first

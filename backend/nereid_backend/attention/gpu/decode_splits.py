@@ -42,7 +42,8 @@ def split_size_and_count(
 ) -> tuple[int, int]:
     """Divide the keys of each sequence into splits. Return the size and the number of the splits.
 
-    The size is the number of keys in a split, and the number is that of the longest sequence.
+    The size of a split is the number of its keys. Sequences have different numbers of splits. The
+    returned number is the number of splits of the longest sequence.
 
     Different programs compute the splits in parallel, and a reduction combines their results. The
     splits are as short as three limits allow: the launch has only as many programs as keep the GPU
@@ -64,7 +65,8 @@ def split_size_and_count(
     longest = max(length for _, length in lens)
     num_tokens = sum(num_seqs * length for num_seqs, length in lens)
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # Each of the three limits in the docstring requires a minimum number of tokens in a split.
+    # Each of the three limits (programs, splits and tiles) requires a minimum number of tokens in a
+    # split.
     min_for_programs = divide_up(num_tokens * programs_per_split, wanted_programs)
     min_for_splits = divide_up(longest, MAX_SPLITS)
     min_for_tiles = _MIN_TILES * tile

@@ -278,7 +278,7 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _layer_part_name(part: str, file: GgufFile) -> str | None:
-    """Convert the GGUF name of a part of a layer to transformers' name; None if it is unknown.
+    """Return transformers' name for a part of a layer; None if the GGUF name is unknown.
 
     Examples: "attn_q" gives "self_attn.q_proj", and "ffn_up_exps" gives "mlp.experts.*.up_proj".
     """

@@ -131,7 +131,7 @@ class StepCosts:
 
         Args:
             num_sequences: the number of sequences in the step. The model computed one known token
-                for each of them.
+                for each sequence.
             num_drafts: the number of draft tokens of all sequences together.
             seconds: the duration of the step.
         """

@@ -49,8 +49,8 @@ def path_variants(
     Args:
         checkpoint: a loaded model.
         hook: Nereid's attention function, which transformers calls in each layer.
-        max_model_len: the setting max_model_len; None if it is not set. `packed` supports a model
-            with sparse attention only if this setting is small enough.
+        max_model_len: the setting max_model_len; None if the setting has no value. `packed`
+            supports a model with sparse attention only if this setting is small enough.
 
     Returns:
         Pairs of a name and an iterator. The iterator creates a variant when the caller requests

@@ -178,7 +178,7 @@ class TextPrompts:
         return "the role user, or of the roles query and document"
 
     def _format_of_template(self) -> _Format | None:
-        """Return the format that the chat template supports; None if it supports no format.
+        """Return the format that the chat template supports; None if there is no such format.
 
         With a template that supports the roles "query" and "document", these roles are used. In all
         other cases, one user message of a generative reranker contains the two texts.

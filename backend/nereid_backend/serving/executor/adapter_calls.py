@@ -185,7 +185,7 @@ class AdapterCalls(ReplicaCalls):
 
 
 def _error_of(call: Call) -> NereidError | None:
-    """Return the reason why a change has failed; None if it has succeeded.
+    """Return the reason why a change has failed; None if the change has succeeded.
 
     Each engine process has answered (made the change), has refused the change, or has died. The
     change has failed if a process has refused it, or if no process has answered.
@@ -213,7 +213,7 @@ def _read_treatment_of_running_requests(parameters: Mapping[str, Any]) -> str:
 
 
 def _read_text(parameters: Mapping[str, Any], name: str) -> str:
-    """Return the parameter `name`. Raise a RequestError if it is missing, empty or not a text."""
+    """Return the parameter `name`. Raise a RequestError if the value is no text, or is empty."""
     value = parameters.get(name)
     if not isinstance(value, str) or not value:
         raise RequestError(f"{name}: the parameter must be a text, but it is {value!r}.")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 # been paused, too, and could then send no message. Therefore only the first `_LONGEST_INTERVAL_S`
 # seconds between two calls count as time without a message.
 _LONGEST_INTERVAL_S = 0.5
-# A process whose CPU load is at least `_MIN_CPU_LOAD` is considered busy. If the model runs on a
-# CPU, the time limit of a busy process is `_BUSY_LIMIT_FACTOR` times the usual time limit.
+# A process is considered busy if its CPU load exceeds `_MIN_CPU_LOAD`. If the model runs on a CPU,
+# the time limit of a busy process is `_BUSY_LIMIT_FACTOR` times the usual time limit.
 _MIN_CPU_LOAD = 0.1
 _BUSY_LIMIT_FACTOR = 10
 # In /proc/PID/stat, the user time and the system time are the 12th and the 13th field after the

@@ -31,8 +31,8 @@ class SupervisedProcess:
         is_running: whether the process accepts requests. Any thread may read this attribute.
         has_given_up: whether the process is no longer restarted, because the allowed number of
             restarts has failed.
-        error: the reason of the last death; None before the first death. If the process is no
-            longer restarted, also the reason why the last attempt to restart it has failed.
+        error: the reason why the process last died; None before the first death. If the process is
+            no longer restarted, the message also contains the reason why the last attempt failed.
         num_attempts: the number of attempts to restart the process since it last worked. The Triton
             model sets this number to 0 when the process works again.
         num_restarts: the number of successful restarts.

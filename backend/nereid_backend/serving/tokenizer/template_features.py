@@ -105,7 +105,7 @@ class TemplateFeatures:
 
     @cached_property
     def _reads_only_parts(self) -> bool:
-        """Whether the template renders the content of a message only if it is a list of parts.
+        """Whether the template renders a content only if the content is a list of parts.
 
         Example: for a content that is a text, the templates of LLaVA render an empty message.
         """
@@ -245,7 +245,7 @@ class TemplateFeatures:
     def _rendered_test(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> str:
-        """Render messages that test the template. Return "" if it cannot render them."""
+        """Return the rendered messages; "" if the template cannot render the messages."""
         from nereid_parsers.template import LimitError, RenderRefused
 
         variables = {**self._default_variables, "messages": messages, "tools": tools}

@@ -8,17 +8,17 @@ from nereid_parsers.stream.calls.call_markers import (
     CallSection,
     ClosingMarker,
     NoMarker,
-    longest_marker_at_start,
     match_closing_marker,
 )
 from nereid_parsers.stream.calls.expected_call import CallStarts, ExpectedCall, MatchedCall
 from nereid_parsers.stream.calls.open_call import OpenCall, Outcome
+from nereid_parsers.stream.calls.repeated_opening import (
+    find_repeated_opening,
+    position_after_opening,
+)
 from nereid_parsers.stream.marker_kinds import MarkerKind
 from nereid_parsers.stream.pattern_matching import (
-    MAX_HEAD_CHARS,
     NEED_MORE,
-    NO_MATCH,
-    Mismatch,
     looks_like_markup,
     skip_whitespace,
 )
@@ -31,8 +31,6 @@ _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
 _REPEATED_MARKER = "an opening marker before the tool call is repeated"
-
-_OPENING_KINDS = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
 
 
 class CallReader:
@@ -248,7 +246,9 @@ class CallReader:
             return self._read_head(match)
         if match is NEED_MORE:  # At the end of the message, the result is NO_MATCH instead.
             return None
-        next_opening = self._find_next_opening()
+        num_read_chars = len(self._text_writer.pending_text)
+        kinds = self._format.calls.kinds
+        next_opening = find_repeated_opening(self._expected, self._buffer, kinds, num_read_chars)
         if isinstance(next_opening, str):
             return self._read_repeated_opening(next_opening)
         return None if next_opening is NEED_MORE else self._reject_start()
@@ -264,58 +264,6 @@ class CallReader:
             return self.drop_unwritten_text()
         num_opening_chars = len(self._expected.unread_opening)  # Such as `<tool_call>`.
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_opening_chars)
-
-    def _find_next_opening(self) -> str | Mismatch:
-        """Return the opening marker that follows another opening marker, as in `<call><call>`.
-
-        Instead of a tool call, the model has written a second marker. White space between the two
-        markers is skipped. Examples for the marker `<call>`:
-
-            unread text      result
-            `<call><call>`   `<call>`, the second marker
-            `<call><ca`      NEED_MORE, or NO_MATCH at the end of the message
-            `<call> is`      NO_MATCH
-        """
-        if not self._starts_with_marker():
-            return NO_MATCH
-        next_start = self._position_after_opening()
-        if self._num_chars_of_earlier_markers(next_start) > MAX_HEAD_CHARS:
-            # Without this limit, a model that repeats the marker forever would make the stored text
-            # grow without end.
-            return NO_MATCH
-        buffer = self._buffer
-        next_text = buffer.text[next_start : next_start + MAX_HEAD_CHARS]
-        kinds = self._format.calls.kinds
-        openings = [marker for marker, kind in kinds.items() if kind in _OPENING_KINDS]
-        return longest_marker_at_start(next_text, openings, is_final=buffer.is_final)
-
-    def _starts_with_marker(self) -> bool:
-        """Return whether the expected tool call starts with a marker, which a model may repeat.
-
-        A tool call without a marker starts with `{` or `<function=`, which models do not repeat.
-        """
-        opening = self._expected.unread_opening
-        is_marker_read = not opening
-        return is_marker_read or self._format.calls.kinds.get(opening) is MarkerKind.OPEN_CALL
-
-    def _num_chars_of_earlier_markers(self, next_start: int) -> int:
-        """Return the number of characters of all repeated markers that precede `next_start`.
-
-        Example: for `<call><call><call>`, where `next_start` is the start of the third marker, the
-        result is 12. The first marker has been read, and is the pending text. The second marker is
-        unread.
-        """
-        num_read_chars = len(self._text_writer.pending_text)
-        num_unread_chars = next_start - self._buffer.pos
-        return num_read_chars + num_unread_chars
-
-    def _position_after_opening(self) -> int:
-        """Return the position after the unread opening marker and the white space after it.
-
-        If the opening marker has already been read, only white space is skipped.
-        """
-        opening_end = self._buffer.pos + len(self._expected.unread_opening)
-        return skip_whitespace(self._buffer.text, opening_end)
 
     def _read_repeated_opening(self, next_opening: str) -> State:
         """Expect a tool call at `next_opening`, a marker that follows another opening marker.
@@ -340,7 +288,7 @@ class CallReader:
 
         If the marker has already been read and stored, only white space is added.
         """
-        next_start = self._position_after_opening()
+        next_start = position_after_opening(self._expected, self._buffer)
         if next_start > self._buffer.pos:
             self._text_writer.store_pending(self._buffer.take_until(next_start))
 

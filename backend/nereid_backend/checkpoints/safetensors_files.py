@@ -92,6 +92,9 @@ class StoredTensor:
 def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name. Their values are not read.
 
+    A tensor that the index names, but that is in no file, is left out. Example: a program has
+    removed lm_head.weight, which equals the embedding, from a file, but not from the index.
+
     Args:
         folder: the folder of the checkpoint.
         for_reading: whether the values will be read. If True, the operating system counts the
@@ -99,8 +102,8 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
             opened only with False.
 
     Raises:
-        ModelError: if a file is missing, incomplete or damaged, if a tensor of the index is
-            missing, or if two files contain a tensor that is not in the index.
+        ModelError: if a file is missing, incomplete or damaged, or if two files contain a tensor
+            that is not in the index.
     """
     file_of_tensor = _read_index(folder)  # {} if the checkpoint has no index
     paths = sorted({folder / file for file in file_of_tensor.values()})
@@ -112,12 +115,6 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
         _add_tensors(tensors, _open_file(path, framework), file_of_tensor)
-    for name, file in file_of_tensor.items():
-        if name not in tensors:
-            raise ModelError(
-                f"{folder / file} lacks the tensor {name}, which {INDEX} names. Download these "
-                "two files again."
-            )
     return tensors
 
 
@@ -191,8 +188,8 @@ def _check_indexed_files(index: Path, files: list[str]) -> None:
         has_folder = Path(name).name != name
         if has_folder:
             raise ModelError(
-                f"{index} names the weight file {name}, which is not in the folder. Download the "
-                "index file again."
+                f"{index} names the weight file {name}, but weight files must be directly in "
+                f"{folder}. Move the files into this folder, and correct their names in the index."
             )
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:

@@ -340,6 +340,23 @@ def test_a_template_that_leaves_out_the_content_is_refused(save_reranker):
         Reranker(str(folder))
 
 
+@pytest.mark.timeout(60)
+def test_a_template_that_never_ends_is_refused_instead_of_blocking_the_start(save_reranker):
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+    with pytest.raises(ModelError, match="the template of this checkpoint leaves out"):
+        Reranker(str(save_reranker(loops + TEMPLATE)))
+    with pytest.raises(ModelError, match="the chat template cannot be used"):
+        Reranker(str(save_reranker("{% for m in messages %}")))
+
+
+def test_an_input_that_the_template_refuses_is_an_error_of_the_request(save_reranker):
+    refusal = "{% if 'w9' in messages[-1].content %}{{ raise_exception('no w9') }}{% endif %}"
+    reranker = Reranker(str(save_reranker(refusal + TEMPLATE)), num_threads=1)
+    reranker.score([("w1", "w2")])
+    with pytest.raises(RequestError, match=r"chat template cannot render this input: .*no w9"):
+        reranker.score([("w1", "w9")])
+
+
 def copy_with_answers(save_reranker, target, template=None):
     """Copy a checkpoint with `template` to `target`, and add files of sentence-transformers.
 

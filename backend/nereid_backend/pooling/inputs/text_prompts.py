@@ -17,10 +17,10 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.errors import ModelError, RequestError
+from nereid_backend.pooling.inputs.message_template import MessageTemplate
 from nereid_backend.pooling.loading.checkpoint_spec import (
     CAUSAL,
     IMAGE_CAUSAL,
@@ -103,6 +103,8 @@ class TextPrompts:
         """
         self._spec = spec
         self._tokenizer = tokenizer
+        # The compiled chat template; None if the tokenizer has none.
+        self._template = MessageTemplate.compile(spec.folder, tokenizer)
         # Whether the template expects a list of parts as the content of a message. Example:
         # [{"type": "text", "text": "Hello"}] instead of "Hello". Templates of vision-language
         # models expect such a list, but templates of other models can expect it, too.
@@ -142,11 +144,11 @@ class TextPrompts:
         has_answer_tokens = spec.answer_tokens is not None
         if has_answer_tokens and not spec.renders_messages and not spec.takes_messages:
             return _Format.PAIR
-        if not self._tokenizer.chat_template and not spec.renders_messages:
+        if self._template is None and not spec.renders_messages:
             return _Format.USER_MESSAGE
         for has_parts in self._content_forms():
             self._has_parts = has_parts
-            chosen = self._format_of_template() if self._tokenizer.chat_template else None
+            chosen = self._format_of_template() if self._template is not None else None
             if chosen is not None:
                 return chosen
         if spec.loader == IMAGE_CAUSAL:
@@ -155,7 +157,7 @@ class TextPrompts:
             return _Format.USER_MESSAGE
         problem = (
             "the template of this checkpoint leaves out their content. Correct the template"
-            if self._tokenizer.chat_template
+            if self._template is not None
             else "the checkpoint has no chat template. Add a chat_template.jinja"
         )
         raise ModelError(
@@ -234,7 +236,8 @@ class TextPrompts:
             RequestError: the prompt is longer than the limit even without the text, or the chat
                 template renders only pairs.
         """
-        if not self._renders_texts:
+        template = self._template
+        if template is None or not self._renders_texts:
             raise RequestError(
                 "input: the chat template of this checkpoint renders only pairs of a query and a "
                 "document, but the input is a single text. Send a pair."
@@ -245,7 +248,8 @@ class TextPrompts:
             messages = [{"role": "user", "content": text}]
             if prompt is not None:
                 messages.insert(0, {"role": "system", "content": prompt})
-            return self._template(messages, **{**task, **self._spec.template_kwargs})
+            variables = {**task, **self._spec.template_kwargs}
+            return template.render(messages, variables, has_parts=self._has_parts)
 
         return self._limited_tokens(render, text, limit)
 
@@ -328,9 +332,9 @@ class TextPrompts:
     def _render(self, query: str, document: str, instruction: str | None) -> str:
         """Return the text of the prompt."""
         messages, variables = self.pair_messages(query, document, instruction)
-        if not self._tokenizer.chat_template:
+        if self._template is None:
             return "".join(f"{message['content']}\n" for message in messages)
-        return self._template(messages, **variables)
+        return self._template.render(messages, variables, has_parts=self._has_parts)
 
     def pair_messages(
         self, query: str, document: str, instruction: str | None
@@ -390,26 +394,18 @@ class TextPrompts:
 
     def _try_to_render(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
         """Return the rendered messages; "" if the template does not support the messages."""
-        try:
-            return self._template(messages, **variables)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        if self._template is None:
             return ""
-
-    def _template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:  # noqa: ANN401
-        """Render messages with the chat template, and return the text."""
-        rendered: list[Any] = [
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if self._has_parts
-            else message
-            for message in messages
-        ]
-        return str(self._tokenizer.apply_chat_template(rendered, tokenize=False, **kwargs))
+        try:
+            return self._template.render(messages, variables, has_parts=self._has_parts)
+        except RequestError:
+            return ""
 
     def _encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt or of a document."""
         # If there is a chat template, the rendered text already contains the special tokens.
         encoded: Any = self._tokenizer(
-            text, add_special_tokens=not self._tokenizer.chat_template, verbose=False
+            text, add_special_tokens=self._template is None, verbose=False
         )
         ids: list[int] = encoded["input_ids"]
         return ids

@@ -35,7 +35,8 @@ class Keys:
         id: The path of the tool call's id, or None if the object has no id.
         also: Alternative paths of the arguments.
         extra: Other keys that the object may have. The parser ignores these keys.
-        order: The order of "name", "arguments" and "id" in constrained output.
+        order: The order of the members in constrained output: "name" and "arguments", and
+            optionally "id" and "type". The member "type" is always `"type": "function"`.
     """
 
     name: str = "name"
@@ -51,12 +52,13 @@ class Keys:
         self._check_order()
 
     def path_of(self, member: str) -> str:
-        """Return the path of the key for `member`, which is "name", "arguments" or "id".
+        """Return the path of the key for `member`: "name", "arguments", "id" or "type".
 
-        `member` is one of the members of `order`. Example: the path of the arguments may be
-        `function.arguments`.
+        `member` is one of the members of `order`. Examples: the path of the arguments may be
+        `function.arguments`, and the path of the type is always `type`.
         """
         paths = {"name": self.name, "arguments": self.arguments, "id": self.id or ""}
+        paths["type"] = "type"
         return paths[member]
 
     def _check_paths(self) -> None:
@@ -73,15 +75,18 @@ class Keys:
                 )
 
     def _check_order(self) -> None:
-        """Raise FormatError unless `order` consists of "name", "arguments" and optionally "id".
+        """Raise FormatError unless `order` has "name" and "arguments", and optional other members.
 
-        If the attribute `id` is None, `order` must not contain "id".
+        The optional members are "id" and "type". If the attribute `id` is None, `order` must not
+        contain "id".
         """
-        members_without_id = sorted(member for member in self.order if member != "id")
-        if members_without_id != ["arguments", "name"] or self.order.count("id") > 1:
+        required = {"name", "arguments"}
+        members = set(self.order)
+        is_known = required <= members <= required | {"id", "type"}
+        if not is_known or len(self.order) > len(members):
             raise FormatError(
-                "Keys.order must contain 'name' and 'arguments' once, and may contain 'id' once, "
-                f"but is {self.order!r}"
+                "Keys.order must contain 'name' and 'arguments' once, and may contain 'id' and "
+                f"'type' once, but is {self.order!r}"
             )
         if "id" in self.order and self.id is None:
             raise FormatError(

@@ -540,6 +540,10 @@ def test_the_structural_tag_for_many_optional_arguments_is_small(name, choice):
         (Keys(order=("arguments", "name")), '{"arguments": '),
         (Keys(id="id", order=("id", "name", "arguments")), '{"id": '),
         (Keys("function.name", "function.arguments"), '{"function": {"name": "'),
+        (
+            Keys("function.name", "function.arguments", order=("type", "name", "arguments")),
+            '{"type": "function"',
+        ),
     ],
 )
 def test_an_unmarked_object_is_recognised_by_its_first_characters(keys, start):

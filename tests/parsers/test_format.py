@@ -32,6 +32,7 @@ from nereid_parsers.format import (
         (lambda: Keys("function..name"), "has an empty part"),
         (lambda: Keys(order=("name",)), "must contain 'name' and 'arguments'"),
         (lambda: Keys(order=("name", "name", "arguments")), "must contain 'name' and 'arguments'"),
+        (lambda: Keys(order=("name", "arguments", "index")), "must contain 'name' and 'arguments'"),
         (lambda: Keys(order=("id", "name", "arguments")), "Keys.id is None"),
         (lambda: TaggedArguments("<p>", "</p>"), "must contain {key}"),
         (lambda: TaggedArguments("<p={key}>", " "), "TaggedArguments.close is ' '"),

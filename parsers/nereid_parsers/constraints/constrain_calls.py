@@ -182,9 +182,12 @@ def _start_of_object(keys: Keys) -> str:
 
     Examples: `{"name": "` if the name of the function is the first value, and `{"arguments": ` if
     the arguments are the first value. If the path of the name is `function.name`, the text is
-    `{"function": {"name": "`.
+    `{"function": {"name": "`. If the type is the first value, the text contains this value:
+    `{"type": "function"`.
     """
     first_member = keys.order[0]
+    if first_member == "type":
+        return '{"type": "function"'
     keys_of_path = keys.path_of(first_member).split(".")
     start = "".join(f"{{{json.dumps(key)}: " for key in keys_of_path)
     return start + '"' if first_member == "name" else start
@@ -359,7 +362,12 @@ def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
     order contains the id, the node also matches a member with any id. The node `name` also matches
     the quotes around the name.
     """
-    nodes = {"name": name, "arguments": arguments, "id": _QUOTED_ID}
+    nodes = {
+        "name": name,
+        "arguments": arguments,
+        "id": _QUOTED_ID,
+        "type": const('"function"'),
+    }
     return _members_at_paths({keys.path_of(member): nodes[member] for member in keys.order})
 
 

@@ -73,29 +73,33 @@ def _extra_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
 
 
 def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
-    """Return the order in which the name, the arguments and the id occur in a tool call's JSON.
+    """Return the order of the name, the arguments, the id and the type in a tool call's JSON.
 
     If the output of a model is constrained, the model must write these members in this order. An id
-    at the end is omitted from the result, because the constraint treats such an id as optional.
+    at the end is omitted from the result, because the constraint treats such an id as optional. The
+    type belongs to the result only if the JSON contains `"type": "function"`.
 
     >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
     >>> _order_of_members({"call_id": "1", "function": "f", "args": {}}, paths)
     ('id', 'name', 'arguments')
-    >>> _order_of_members({"function": "f", "args": {}, "call_id": "1"}, paths)
-    ('name', 'arguments')
+    >>> _order_of_members({"type": "function", "function": "f", "args": {}, "call_id": "1"}, paths)
+    ('type', 'name', 'arguments')
 
     Only the top-level keys are compared. If one inner object contains the name and the arguments,
-    the result is ("name", "arguments"). If one inner object contains the id and another member, the
-    id is omitted from the result.
+    the name precedes the arguments in the result. If one inner object contains the id and another
+    member, the id is omitted from the result.
     """
     name_key, arguments_key = paths.name[0], paths.arguments[0]
     if name_key == arguments_key:  # {"function": {"name": .., "arguments": ..}}
-        return ("name", "arguments")
-    member_by_key = {name_key: "name", arguments_key: "arguments"}
+        members_by_key = {name_key: ("name", "arguments")}
+    else:
+        members_by_key = {name_key: ("name",), arguments_key: ("arguments",)}
     if paths.id is not None:
         # {"function": {"id": .., "name": ..}, ..}: the key "function" represents the name.
-        member_by_key.setdefault(paths.id[0], "id")
-    order = tuple(member_by_key[key] for key in call if key in member_by_key)
+        members_by_key.setdefault(paths.id[0], ("id",))
+    if call.get("type") == "function":
+        members_by_key.setdefault("type", ("type",))
+    order = tuple(member for key in call for member in members_by_key.get(key, ()))
     ends_with_id = order[-1] == "id"  # The order contains at least the name.
     return order[:-1] if ends_with_id else order
 

@@ -23,7 +23,7 @@ from nereid_backend.grammar.llguidance_schemas import (
     replace_exclusive_bounds,
 )
 from nereid_backend.grammar.request_spec import is_lenient
-from nereid_backend.grammar.schema_parts import depth_of, subschemas
+from nereid_backend.grammar.schema_parts import MAX_LOCATED, path_of_problem, subschemas
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 # The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. If white
@@ -39,10 +39,6 @@ _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
 # An error message contains at most this number of characters of llguidance's message.
 _MAX_MESSAGE = 300
-# The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
-# schemas inside it are compiled one by one to find the invalid schema. The same limit applies to
-# the number of patterns if the patterns of a schema are compiled one by one.
-_MAX_LOCATED = 200
 # The library's message quotes the source text and indents each quoted line by this number of
 # characters.
 _EXCERPT_INDENT = 4
@@ -134,7 +130,7 @@ class LLGuidanceBackend:
         """Remove each valid `pattern` that llguidance 1.9 refuses, such as one with a lookahead.
 
         llguidance itself ignores other keywords that it does not support. The search ends after
-        `_MAX_LOCATED` patterns, so that a large schema does not take too long.
+        `MAX_LOCATED` patterns, so that a large schema does not take too long.
 
         Mutates: schema.
         """
@@ -142,7 +138,7 @@ class LLGuidanceBackend:
         with_pattern = (part for part in parts if isinstance(part.get("pattern"), str))
         # `list` reads the generator before the first pattern is removed, because the schema must
         # not change while the generator searches the schema.
-        for part in list(itertools.islice(with_pattern, _MAX_LOCATED)):
+        for part in list(itertools.islice(with_pattern, MAX_LOCATED)):
             grammar = _schema_grammar({"type": "string", "pattern": part["pattern"]})
             # Example: "look-around, including look-ahead and look-behind, is not supported". The
             # messages about invalid patterns do not contain these words.
@@ -201,31 +197,14 @@ class LLGuidanceBackend:
     def _path_of_problem(self, schema: object, problem: str) -> str:
         """Return the path of the innermost part of a schema that causes the error `problem`.
 
-        llguidance does not report the position of an error. Therefore the schemas inside `schema`
-        are compiled one by one, until the innermost schema with the same error is found. At most
-        _MAX_LOCATED schemas are compiled. Example: if "not" cannot be enforced, the schema
-        `{"properties": {"a": {"not": {}}}}` gives `$.properties.a`.
+        llguidance does not report the position of an error. Example: if "not" cannot be enforced,
+        the schema `{"properties": {"a": {"not": {}}}}` gives `$.properties.a`.
         """
-        definitions = _definitions_in(schema)
 
-        def causes_problem(part: Mapping[str, object], path: str) -> bool:
-            grammar = _schema_grammar(_with_definitions(part, path, definitions))
-            return _problem(self._matcher(grammar)) == problem
+        def has_problem(part: Mapping[str, object]) -> bool:
+            return _problem(self._matcher(_schema_grammar(part))) == problem
 
-        problem_path = "$"
-        num_compiled = 0
-        # `subschemas` yields a schema first, and then the schemas inside it. When a schema is found
-        # to cause the error, the search continues only with the schemas inside this schema.
-        for part, path in subschemas(schema):
-            can_contain_cause = _is_inside(path, problem_path)
-            if not isinstance(part, Mapping) or not can_contain_cause:
-                continue
-            if num_compiled == _MAX_LOCATED:
-                break
-            num_compiled += 1
-            if causes_problem(part, path):
-                problem_path = path
-        return problem_path
+        return path_of_problem(schema, has_problem)
 
 
 class LLGuidanceGrammar:
@@ -355,42 +334,6 @@ def _short_line(text: str) -> str:
     """Return the first line of a text, with single spaces and at most _MAX_MESSAGE characters."""
     first_line, _, _ = text.partition("\n")
     return " ".join(first_line.split())[:_MAX_MESSAGE]
-
-
-def _definitions_in(schema: object) -> dict[str, object]:
-    """Return the definitions of a schema, to which other parts of the schema can refer.
-
-    Example: `{"$defs": {"a": {}}, "type": "object"}` gives `{"$defs": {"a": {}}}`.
-    """
-    if not isinstance(schema, Mapping):
-        return {}
-    return {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
-
-
-def _with_definitions(
-    part: Mapping[str, object], path: str, definitions: Mapping[str, object]
-) -> dict[str, object]:
-    """Return a part of a schema, with the definitions of the whole schema added.
-
-    The part can then be compiled alone, although it may refer to the definitions. Example: the part
-    `{"$ref": "#/$defs/a"}` gives `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`.
-
-    If the part itself is in the definitions (its path begins with "$.$defs."), return it without
-    the definitions. Otherwise, a definition that refers to an invalid definition would fail with
-    the same error, and the search for the cause of the error would find the wrong definition.
-
-    Args:
-        part: the part.
-        path: the position of the part in the whole schema, such as "$.properties.b".
-        definitions: the definitions of the whole schema, such as {"$defs": {"a": {}}}.
-    """
-    is_definition = any(path.startswith(f"$.{keyword}.") for keyword in definitions)
-    return dict(part) if is_definition else {**definitions, **part}
-
-
-def _is_inside(path: str, outer_path: str) -> bool:
-    """Return whether a path is inside another path. Example: `$.items` is inside `$`."""
-    return path.startswith(outer_path) and depth_of(path) > depth_of(outer_path)
 
 
 def _schema_grammar(schema: object) -> str:

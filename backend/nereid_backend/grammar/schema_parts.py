@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses the text of JSON schemas, and finds the schemas inside a schema."""
+"""Parses the text of JSON schemas, and finds the schemas inside a schema.
+
+The function `path_of_problem` finds the part of a schema that a grammar library refuses.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nereid_backend.errors import RequestError
@@ -13,6 +16,12 @@ MAX_DEPTH = 64
 
 
 _MAX_JSON_DEPTH = 2 * MAX_DEPTH
+
+
+# The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
+# schemas inside it are compiled one by one to find the invalid schema. The same limit applies to
+# the number of patterns if the patterns of a schema are compiled one by one.
+MAX_LOCATED = 200
 
 
 # The keywords of JSON Schema whose values are a schema, a list of schemas, or a map of schemas.
@@ -58,6 +67,71 @@ def _direct_subschemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[o
         if isinstance(named_parts := schema.get(keyword), Mapping):
             for name, part in named_parts.items():
                 yield part, f"{path}.{keyword}.{name}"
+
+
+def path_of_problem(schema: object, has_problem: Callable[[Mapping[str, object]], bool]) -> str:
+    """Return the path of the innermost part of a schema that causes an error.
+
+    The grammar libraries do not report the position of an error. Therefore the schemas inside
+    `schema` are compiled one by one, until the innermost schema with the error is found. At most
+    MAX_LOCATED schemas are compiled. Example: if the type "foo" causes the error, the schema
+    `{"properties": {"a": {"type": "foo"}}}` gives `$.properties.a`.
+
+    Args:
+        schema: the whole schema, which causes the error.
+        has_problem: compiles a schema, and returns whether this schema causes the error, too.
+    """
+    definitions = _definitions_in(schema)
+    problem_path = "$"
+    num_compiled = 0
+    # `subschemas` yields a schema first, and then the schemas inside it. When a schema is found to
+    # cause the error, the search continues only with the schemas inside this schema.
+    for part, path in subschemas(schema):
+        can_contain_cause = _is_inside(path, problem_path)
+        if not isinstance(part, Mapping) or not can_contain_cause:
+            continue
+        if num_compiled == MAX_LOCATED:
+            break
+        num_compiled += 1
+        if has_problem(_with_definitions(part, path, definitions)):
+            problem_path = path
+    return problem_path
+
+
+def _definitions_in(schema: object) -> dict[str, object]:
+    """Return the definitions of a schema, to which other parts of the schema can refer.
+
+    Example: `{"$defs": {"a": {}}, "type": "object"}` gives `{"$defs": {"a": {}}}`.
+    """
+    if not isinstance(schema, Mapping):
+        return {}
+    return {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
+
+
+def _with_definitions(
+    part: Mapping[str, object], path: str, definitions: Mapping[str, object]
+) -> dict[str, object]:
+    """Return a part of a schema, with the definitions of the whole schema added.
+
+    The part can then be compiled alone, although it may refer to the definitions. Example: the part
+    `{"$ref": "#/$defs/a"}` gives `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`.
+
+    If the part itself is in the definitions (its path begins with "$.$defs."), return it without
+    the definitions. Otherwise, a definition that refers to an invalid definition would fail with
+    the same error, and the search for the cause of the error would find the wrong definition.
+
+    Args:
+        part: the part.
+        path: the position of the part in the whole schema, such as "$.properties.b".
+        definitions: the definitions of the whole schema, such as {"$defs": {"a": {}}}.
+    """
+    is_definition = any(path.startswith(f"$.{keyword}.") for keyword in definitions)
+    return dict(part) if is_definition else {**definitions, **part}
+
+
+def _is_inside(path: str, outer_path: str) -> bool:
+    """Return whether a path is inside another path. Example: `$.items` is inside `$`."""
+    return path.startswith(outer_path) and depth_of(path) > depth_of(outer_path)
 
 
 def depth_of(path: str) -> int:

@@ -11,6 +11,7 @@ import xgrammar
 from nereid_backend.errors import RequestError, one_line
 from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.compile_cost import is_quick_pattern
+from nereid_backend.grammar.tag_problem import place_of_problem
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 _BOUNDED = re.compile(r'"(?:min|max)Length"')
@@ -57,7 +58,11 @@ class XGrammarBackend:
         try:
             grammar = self._compile(kind, source)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise RequestError(f"{kind}: the grammar is not valid: {_problem(error)}") from error
+            problem = _problem(error)
+            place = _place_of_problem(source, problem) if kind == "structural_tag" else ""
+            raise RequestError(
+                f"{kind}: the grammar is not valid{place and f' ({place})'}: {problem}"
+            ) from error
         # Forced texts are never computed for an EBNF grammar, because such a grammar can force an
         # endless text. Example: `root ::= "a" root`.
         can_force = kind == "structural_tag" and _has_short_forced_texts(source)
@@ -183,6 +188,22 @@ def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
     grammar = xgrammar.Grammar.from_structural_tag(source)
     text = grammar.serialize_json().replace(_LOOSE_CLASS, _JSON_CLASS)
     return xgrammar.Grammar.deserialize_json(text)
+
+
+def _place_of_problem(source: str, problem: str) -> str:
+    """Return the place in a structural tag that xgrammar refuses with the message `problem`.
+
+    Return "" if the place is not found; see `place_of_problem`.
+    """
+
+    def has_problem(part_source: str) -> bool:
+        try:
+            xgrammar.Grammar.from_structural_tag(part_source)
+        except (RuntimeError, ValueError, TypeError) as error:
+            return _problem(error) == problem
+        return False
+
+    return place_of_problem(source, has_problem)
 
 
 def _problem(error: Exception) -> str:

@@ -15,6 +15,7 @@ from nereid_backend.grammar import Guides
 from nereid_backend.grammar.byte_cache import ByteCache
 from nereid_backend.grammar.compile_cost import check_cost
 from nereid_backend.grammar.request_spec import schema_spec
+from nereid_parsers import get_format
 
 EOS = {2, 0}
 
@@ -247,6 +248,28 @@ def test_an_invalid_grammar_is_refused_with_the_position_of_the_error(
     error = problem(kind, source)
     assert isinstance(error, RequestError)
     assert re.search(message, str(error)), error
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        (
+            "hermes",
+            r"'<tool_call>\\n{\"name\": \"bad\", .*', in the schema at \$.properties.unit\)",
+        ),
+        ("qwen3_coder", r"'<tool_call>\\n<function=bad>\\n<parameter=city>.*<parameter=unit>"),
+    ],
+)
+def test_an_invalid_schema_of_a_tool_is_refused_with_the_name_of_the_tool(name, place, problem):
+    def tool(name, unit):
+        properties = {"city": {"type": "integer"}, "unit": unit}
+        parameters = {"type": "object", "properties": properties, "required": ["city", "unit"]}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    tools = [tool("good", {"enum": ["C"]}), tool("bad", {"enum": []})]
+    tag = get_format(tools=name).structural_tag(tools, "required")
+    error = problem("structural_tag", json.dumps(tag))
+    assert re.search(f"the text {place}.*: enum array must not be empty", str(error)), error
 
 
 def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced(guide, vocabulary):

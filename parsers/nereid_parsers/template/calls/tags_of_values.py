@@ -13,6 +13,10 @@ from nereid_parsers.template.markup.difference import common_suffix, difference
 # Matches a word, or a single character outside the words, such as `=`.
 _WORD_OR_CHARACTER = re.compile(r"[^\W_]+|[\W_]")
 
+# The names with which a tag states that the value is the number 41. If a tag contains another word,
+# such as "json", all values except strings have this word.
+_NUMBER_TYPES = frozenset({"number", "integer", "int", "float"})
+
 
 class TextAroundArgument(NamedTuple):
     """The texts before the key, between the key and the value, and after the value of an argument.
@@ -42,16 +46,18 @@ def add_tags_of_number(
     """Return the tags around strings and numbers. The tags `string_tags` enclose strings.
 
     `around_string` are the texts around a string in a rendered tool call, and `around_number` are
-    the texts around a number. There are three cases:
+    the texts around a number. There are four cases:
 
         case   string                      number                       opening tags in the result
         1      <p k="a" type="str">x</p>   <p k="a" type="int">41</p>   <p k="{key}" type="{type}">
-        2      <p k="a">x</p>              <p k="a">41</p>              <p k="{key}">
-        3      <str k="a">x</str>          <int k="a">41</int>          <str k="{key}">, and
+        2      <p k="a" type="str">x</p>   <p k="a" type="obj">41</p>   <p k="{key}" type="{type}">,
+                                                               <p k="{key}" type="obj"> in `also`
+        3      <p k="a">x</p>              <p k="a">41</p>              <p k="{key}">
+        4      <str k="a">x</str>          <int k="a">41</int>          <str k="{key}">, and
                                                                         <int k="{key}"> in `also`
     """
     tag_with_type = _opening_tag_with_type(around_string, around_number)
-    if tag_with_type is not None:
+    if tag_with_type is not None and not _has_unknown_type(tag_with_type, around_number):
         return replace(string_tags, open=tag_with_type)  # Case 1
     number_close = _closing_tag_of_number(
         around_number.after_value, around_string.after_value, string_close=string_tags.close
@@ -59,9 +65,11 @@ def add_tags_of_number(
     number_tags = TaggedArguments(
         around_number.opening_tag(), number_close, separator=string_tags.separator
     )
+    if tag_with_type is not None:
+        return replace(string_tags, open=tag_with_type, also=(number_tags,))  # Case 2
     if number_tags == string_tags:
-        return string_tags  # Case 2
-    return replace(string_tags, also=(number_tags,))  # Case 3
+        return string_tags  # Case 3
+    return replace(string_tags, also=(number_tags,))  # Case 4
 
 
 def _closing_tag_of_number(after_number: str, after_string: str, string_close: str) -> str:
@@ -117,6 +125,16 @@ def _opening_tag_with_type(string: TextAroundArgument, number: TextAroundArgumen
         return None
     after_key = escape_braces(before_type) + field + escape_braces(after_type)
     return escape_braces(string.before_key) + "{key}" + after_key
+
+
+def _has_unknown_type(tag_with_type: str, around_number: TextAroundArgument) -> bool:
+    """Return whether the opening tag of a number states a type that is not a name of numbers.
+
+    `tag_with_type` is the pattern of the opening tag. Examples: the result is True for the number
+    in `<p k="a" type="json">41</p>`, and False for the number in `<p k="a" type="int">41</p>`.
+    """
+    words = _WORD_OR_CHARACTER.findall(around_number.before_value)
+    return "{type}" in tag_with_type and _NUMBER_TYPES.isdisjoint(words)
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:

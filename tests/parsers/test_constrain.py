@@ -553,6 +553,51 @@ def test_an_unmarked_object_is_recognised_by_its_first_characters(keys, start):
     assert all(inner["begin"].startswith(start) for inner in tag["format"]["tags"])
 
 
+UNION_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "parameters": {
+            "anyOf": [
+                {"properties": {"code": {"type": "string", "enum": ["12"]}}, "required": ["code"]},
+                {"$ref": "#/$defs/Place"},
+            ],
+            "$defs": {"Place": {"properties": {"at": {"type": "integer"}}, "required": ["at"]}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "gemma4"])
+def test_a_call_has_the_arguments_of_one_member_of_the_union_of_parameters(name):
+    fmt = get_format(tools=name)
+    tag = fmt.structural_tag([UNION_TOOL], "required", parallel_tool_calls=False)
+    found = set()
+    for text in Walker(fmt, tag, seed=7).texts(max_texts=12):
+        [call] = parse(text, format=fmt, tools=[UNION_TOOL]).tool_calls
+        [(key, value)] = json.loads(call.arguments).items()
+        assert value == "12" if key == "code" else isinstance(value, int), text
+        found.add(key)
+    assert found == {"code", "at"}
+
+
+def test_the_quotes_of_strings_do_not_enclose_other_values():
+    # A template that writes YAML encloses only strings in quotes: `city: "Rome"` and `days: 3`.
+    without_quotes = TaggedArguments("{key}: ", "\n")
+    body = TaggedArguments('{key}: "', '"\n', also=(without_quotes,), escapes="json")
+    call = Call(body, open="<tool>\n", head="{name}\n", close="</tool>")
+    fmt = Format("yaml", Sections(tools=ToolSection((call,))))
+    properties = {"stay": TOOLS[1]["function"]["parameters"]["properties"]["at"]}
+    properties["unit"] = {"enum": ["C", None, 3]}
+    tools = [tool("f", list(properties), **properties)]
+    tag = fmt.structural_tag(tools, "required", parallel_tool_calls=False)
+    for text in Walker(fmt, tag, seed=8).texts(max_texts=12):
+        [call] = parse(text, format=fmt, tools=tools).tool_calls
+        arguments = json.loads(call.arguments)
+        assert isinstance(arguments["stay"]["x"], int), text
+        assert arguments["unit"] in ("C", None, 3), text
+
+
 def test_an_optional_id_is_a_member_of_the_outer_object():
     keys = Keys("function.name", "function.arguments", id="id")
     fmt = Format("nested", Sections(tools=ToolSection((Call(JsonObject(keys), open="<c>"),))))

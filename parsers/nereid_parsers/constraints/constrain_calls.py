@@ -233,7 +233,9 @@ def _python_list(declaration: PythonCalls, request: Request) -> Node:
 
     If the format declares no separator, the list is a single call, such as `f(a=1)`.
     """
-    calls = [python_call(declaration, tool) for tool in request.tools]
+    calls = [
+        python_call(declaration, each) for tool in request.tools for each in tool.alternatives()
+    ]
     if declaration.separator:
         members = _one_call_or_more(calls, const(declaration.separator), request)
     else:
@@ -273,11 +275,12 @@ def _body_node(body: Body, tool: ToolSchema, texts_after: tuple[str, ...]) -> No
         case JsonArguments():
             return json_schema(tool.parameters)
         case TaggedArguments():
-            return tagged_arguments(body, tool, texts_after)
+            tools = tool.alternatives()
+            return one_of(*(tagged_arguments(body, each, texts_after) for each in tools))
         case NestedTags():
             return nested_arguments(body, tool)
         case BareKeyArguments():
-            return unquoted_key_arguments(body, tool)
+            return one_of(*(unquoted_key_arguments(body, each) for each in tool.alternatives()))
         case JsonArray() | PythonCalls():
             raise TypeError(f"{body} declares a list of tool calls")
 

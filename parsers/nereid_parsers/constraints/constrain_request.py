@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nereid_parsers.constraints.constrain_answer import answer_node
 from nereid_parsers.constraints.constrain_nodes import Node
 from nereid_parsers.constraints.enforceable_schema import rewrite_for_xgrammar
+from nereid_parsers.constraints.schema_merging import CannotMergeError, merge_schemas
 from nereid_parsers.errors import ConstraintError, shorten
 from nereid_parsers.stream.values.argument_types import follow_references
 
@@ -110,6 +111,29 @@ class ToolSchema:
     def arguments(self) -> ObjectSchema:
         """The schema of the object that contains the arguments of a call."""
         return ObjectSchema(self.parameters)
+
+    def alternatives(self) -> list[ToolSchema]:
+        """Return a tool for each member of the `anyOf` or `oneOf` of the parameters.
+
+        Formats that do not write the arguments as one JSON object need the properties of each
+        member. Example: for the parameters `{"anyOf": [A, B]}`, the result contains two tools with
+        the same name. Their parameters are A and B. Without such a keyword, or if a member cannot
+        be merged with the other keywords of the parameters, the result contains only this tool.
+        """
+        for keyword in ("anyOf", "oneOf"):
+            members = self.parameters.get(keyword)
+            if isinstance(members, list) and members:
+                common = {key: value for key, value in self.parameters.items() if key != keyword}
+                try:
+                    merged = [
+                        merge_schemas(common, follow_references(member, root=self.parameters))
+                        for member in members
+                    ]
+                except (CannotMergeError, TypeError, AttributeError):
+                    # The schema comes from a client, so its values may have any type.
+                    return [self]
+                return [replace(self, parameters=parameters) for parameters in merged]
+        return [self]
 
 
 @dataclass(frozen=True, slots=True)

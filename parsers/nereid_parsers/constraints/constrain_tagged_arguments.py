@@ -165,9 +165,21 @@ def _tagged_json_values(declaration: TaggedArguments, key: str, values: list[Any
 
     The values are not strings, and are written as JSON text.
     """
-    opening = _opening_tag_of_json(declaration, key, types=frozenset(map(json_type_of, values)))
+    form = _forms_of_json(declaration)[-1]  # The last form has no quotes or CDATA.
+    opening = _opening_tag_of_json(form, key, types=frozenset(map(json_type_of, values)))
     texts = [const(json.dumps(value, ensure_ascii=False)) for value in values]
-    return sequence(opening, one_of(*texts), const(declaration.close))
+    return sequence(opening, one_of(*texts), const(form.close))
+
+
+def _forms_of_json(declaration: TaggedArguments) -> tuple[TaggedArguments, ...]:
+    """Return the forms of the tags in which a model may write a value that is not a string.
+
+    The first form of some formats encloses only strings, because its tags contain the quotes of a
+    JSON string, as in `city: "Paris"`. The other forms are then used for JSON text, as in `days: 3`
+    and `stay: {"days": 3}`.
+    """
+    is_only_for_strings = declaration.escapes == "json" and declaration.also
+    return declaration.also if is_only_for_strings else (declaration, *declaration.also)
 
 
 def _escape(declaration: TaggedArguments, text: str) -> str:
@@ -268,7 +280,7 @@ def _tagged_json(
     _check_type_of_attribute(declaration, key, types)
     # A format may declare several forms of the tags, and the model may write each of them. Models
     # write scalars (numbers, booleans and null) only in the simplest forms.
-    all_forms = (declaration, *declaration.also)
+    all_forms = _forms_of_json(declaration)
     is_scalar = types <= _SCALARS
     forms = _simplest_forms(all_forms) if is_scalar else all_forms
     return one_of(*(_tagged_json_in_form(form, key, schema, types) for form in forms))

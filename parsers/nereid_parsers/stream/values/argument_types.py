@@ -83,7 +83,9 @@ class Tools:
     def may_have_argument(self, function: str, key: str) -> bool:
         """Return whether `function` declares the argument `key`, or declares no arguments."""
         properties = self.parameters.get(function, {}).get("properties")
-        return key in properties if isinstance(properties, Mapping) else True
+        if not isinstance(properties, Mapping) or key in properties:
+            return True
+        return self.argument_schema(function, key) is not None
 
     def argument_types(self, function: str, key: str) -> frozenset[str] | None:
         """Return the JSON types, such as "string", that the argument `key` may have.
@@ -101,9 +103,44 @@ class Tools:
         return self._argument_types[cache_key]
 
     def argument_schema(self, function: str, key: str) -> object:
-        """Return the JSON schema of the argument `key`, or None if no schema is declared."""
-        properties = self.parameters.get(function, {}).get("properties")
-        return properties.get(key) if isinstance(properties, Mapping) else None
+        """Return the JSON schema of the argument `key`, or None if no schema is declared.
+
+        If several parts of an `anyOf` declare the argument, the result is an `anyOf` of their
+        schemas.
+        """
+        schemas = _schemas_of_property(self.parameters.get(function, {}), key)
+        if not schemas:
+            return None
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _schemas_of_property(root: Mapping[str, Any], key: str) -> list[object]:
+    """Return the schemas of a property in the schema of an object, and in the parts of the schema.
+
+    The parts are the members of `allOf`, `anyOf` and `oneOf`. Example: for the property a, the
+    schema `{"anyOf": [{"properties": {"a": {"type": "string"}}}, {"properties": {"b": {}}}]}` gives
+    `[{"type": "string"}]`. `root` also contains the definitions to which the parts may refer.
+    """
+    schemas: list[object] = []
+    unread: list[object] = [root]
+    visited: set[object] = set()  # A recursive schema, and a part of several parts, is read once.
+    while unread:
+        part = unread.pop()
+        if not isinstance(part, Mapping):
+            continue
+        reference = part.get("$ref")
+        identity = reference if isinstance(reference, str) else id(part)
+        if identity in visited:
+            continue
+        visited.add(identity)
+        schema = follow_references(part, root)
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and key in properties:
+            schemas.append(properties[key])
+        for keyword in _COMBINE_TYPES_OF_PARTS:
+            parts = schema.get(keyword)
+            unread += reversed(parts) if isinstance(parts, list) else []
+    return schemas
 
 
 def json_types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str] | None:

@@ -598,6 +598,14 @@ def test_the_quotes_of_strings_do_not_enclose_other_values():
         assert arguments["unit"] in ("C", None, 3), text
 
 
+@pytest.mark.parametrize("prompt", ["", "<think>\n"], ids=["optional", "open"])
+def test_the_content_after_reasoning_is_exactly_one_of_the_choices(prompt):
+    choices = {"type": "choice", "choice": ["yes", "no"]}
+    tag = THINKER.structural_tag(None, None, choices, prompt=prompt)
+    for text in Walker(THINKER, tag, seed=9).texts(max_texts=12):
+        assert parse(text, format=THINKER, prompt=prompt).content in ("yes", "no"), text
+
+
 def test_an_optional_id_is_a_member_of_the_outer_object():
     keys = Keys("function.name", "function.arguments", id="id")
     fmt = Format("nested", Sections(tools=ToolSection((Call(JsonObject(keys), open="<c>"),))))

@@ -25,6 +25,7 @@ from nereid_parsers.constraints.constrain_messages import (
     reasoning_message,
 )
 from nereid_parsers.constraints.constrain_nodes import (
+    LINE_BREAKS,
     NOTHING,
     WHITESPACE,
     Node,
@@ -171,7 +172,7 @@ def _open_reasoning(fmt: FormatData, layout: Sections, declaration: Reasoning) -
     header such as `<|assistant|>` may follow the closing marker, if the format declares this.
     """
     reasoning = _tagged_reasoning(fmt, layout, declaration, opening="")
-    return sequence(reasoning, WHITESPACE, _repeated_header(fmt))
+    return sequence(reasoning, LINE_BREAKS, _repeated_header(fmt))
 
 
 def _possible_reasoning(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
@@ -187,7 +188,7 @@ def _possible_reasoning(fmt: FormatData, layout: Sections, declaration: Reasonin
         skipped_reasoning = const(declaration.close.strip())
         options.append(skipped_reasoning)
     # White space around the markers is optional, because some models omit the white space.
-    return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE, _repeated_header(fmt)))
+    return optional(sequence(WHITESPACE, one_of(*options), LINE_BREAKS, _repeated_header(fmt)))
 
 
 def _tagged_reasoning(

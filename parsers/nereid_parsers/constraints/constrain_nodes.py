@@ -24,6 +24,10 @@ NOTHING: Node = {"type": "const_string", "value": ""}
 # space forever.
 WHITESPACE: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
+# Matches at most two line breaks before an answer. The parser removes line breaks before an answer,
+# but not spaces. A space would belong to the answer, which would not match the request's pattern.
+LINE_BREAKS: Node = {"type": "regex", "pattern": r"\n{0,2}"}
+
 # Schema keywords for human readers. These keywords do not restrict the value.
 _DESCRIPTIONS = ("title", "description", "$comment")
 

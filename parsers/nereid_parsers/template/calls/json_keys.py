@@ -90,6 +90,7 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     member, the id is omitted from the result.
     """
     name_key, arguments_key = paths.name[0], paths.arguments[0]
+    members_by_key: dict[str, tuple[str, ...]]
     if name_key == arguments_key:  # {"function": {"name": .., "arguments": ..}}
         members_by_key = {name_key: ("name", "arguments")}
     else:

@@ -223,9 +223,9 @@ class Settings:
 
     allowed_hosts: Annotated[str, AfterValidator(_check_host_names)] = ""
     """The host names that requests may have in the header `Host`, separated by commas, if no API
-    key is set and only this machine can reach the frontend. IP addresses, `localhost` and the
-    machine's name are always allowed. Add the name that a reverse proxy passes on. `*` allows all
-    names."""
+    key is set. IP addresses, `localhost` and the machine's name are always allowed. Add the name
+    that a reverse proxy passes on. `*` allows all names, and is the default if other machines can
+    reach the frontend."""
 
     max_body_bytes: _Bytes = 64 * 1024 * 1024
     """The largest size of a request body. Larger bodies are rejected with the status 413."""

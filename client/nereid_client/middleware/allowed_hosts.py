@@ -1,4 +1,4 @@
-"""Refuses requests with an unknown host name, if no API key protects a server on this machine.
+"""Refuses requests with an unknown host name, if no API key protects the server.
 
 A web page can make the browser resolve a name of the page's own domain to 127.0.0.1 (DNS
 rebinding). The browser then treats the frontend as a part of the page's origin, so that the page
@@ -48,10 +48,10 @@ class AllowedHosts:
             return
         error = ApiError(
             403,
-            f"The host {shown(header)} in the header Host is not allowed. Without an API key, a "
-            "server on a loopback address accepts only localhost, names that end in .localhost, "
-            "IP addresses, the name of its machine, and the names in the setting allowed_hosts. "
-            "Add the name to NEREID_ALLOWED_HOSTS, or set NEREID_API_KEY.",
+            f"The host {shown(header)} in the header Host is not allowed. Without an API key, this "
+            "server accepts only localhost, names that end in .localhost, IP addresses, the name "
+            "of its machine, and the names in the setting allowed_hosts. Add the name to "
+            "NEREID_ALLOWED_HOSTS, or set NEREID_API_KEY.",
             code="host_not_allowed",
         )
         await error_response(error, scope)(scope, receive, send)
@@ -67,12 +67,14 @@ class AllowedHosts:
 def names_to_check(settings: Settings) -> frozenset[str] | None:
     """Return the names that the header Host may contain, or None if all names are allowed.
 
-    All names are allowed if requests need an API key, because a web page does not know the key, or
-    if other machines can reach the frontend, because their users choose its name.
+    All names are allowed if requests need an API key, because a web page does not know the key. If
+    other machines can reach the frontend, their users choose its name. All names are then allowed
+    unless the setting allowed_hosts contains names.
     """
     has_key = bool(settings.api_key or settings.api_key_file)
     names = [name.strip().lower() for name in settings.allowed_hosts.split(",")]
-    if has_key or "*" in names or not is_loopback(settings.host):
+    allows_all = "*" in names if any(names) else not is_loopback(settings.host)
+    if has_key or allows_all:
         return None
     return frozenset((*filter(None, names), settings.host.lower(), socket.gethostname().lower()))
 

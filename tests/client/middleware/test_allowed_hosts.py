@@ -58,6 +58,12 @@ async def test_all_hosts_are_accepted_if_other_machines_reach_the_frontend(conne
     assert await _status(connect, "llm.example.com", host="0.0.0.0") == 200
 
 
+async def test_the_setting_also_applies_if_other_machines_reach_the_frontend(connect):
+    settings = {"host": "0.0.0.0", "allowed_hosts": "llm.example.com"}
+    assert await _status(connect, "llm.example.com", **settings) == 200
+    assert await _status(connect, "evil.example", **settings) == 403
+
+
 async def test_a_star_allows_all_hosts(connect):
     assert await _status(connect, "llm.example.com", allowed_hosts="*") == 200
 

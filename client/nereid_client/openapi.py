@@ -13,9 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from nereid_client.anthropic.messages_request import CountTokensRequest, MessagesRequest
-from nereid_client.protocol.abort_request import AbortRequest
 from nereid_client.protocol.batch_requests import CreateBatchRequest, UploadForm
-from nereid_client.protocol.cache_requests import ExtendSessionRequest
 from nereid_client.protocol.embedding_requests import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -23,8 +21,12 @@ from nereid_client.protocol.embedding_requests import (
     VectorsRequest,
 )
 from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
-from nereid_client.protocol.lora_requests import LoadLoraRequest, UnloadLoraRequest
-from nereid_client.protocol.reload_request import ReloadRequest
+from nereid_client.protocol.operations.abort_request import AbortRequest
+from nereid_client.protocol.operations.cache_requests import ExtendSessionRequest
+from nereid_client.protocol.operations.lora_requests import LoadLoraRequest, UnloadLoraRequest
+from nereid_client.protocol.operations.reload_request import ReloadRequest
+from nereid_client.protocol.operations.template_request import InspectRequest
+from nereid_client.protocol.operations.tokenize_request import DetokenizeRequest, TokenizeRequest
 from nereid_client.protocol.rerank_requests import (
     ClassifyRequest,
     RankingRequest,
@@ -34,8 +36,6 @@ from nereid_client.protocol.rerank_requests import (
 )
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.tei_requests import DecodeRequest, PredictRequest
-from nereid_client.protocol.template_request import InspectRequest
-from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from nereid_client.anthropic.messages_request import MessagesRequest
 from nereid_client.protocol.embedding_requests import CohereEmbedRequest, VectorsRequest
 from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
+from nereid_client.protocol.operations.tokenize_request import TokenizeRequest
 from nereid_client.protocol.refused import REFUSED, REFUSED_IN_CHAT
 from nereid_client.protocol.request_body import RequestBody
 from nereid_client.protocol.rerank_requests import ClassifyRequest, RerankRequest, ScoreRequest
 from nereid_client.protocol.responses_request import ResponsesRequest
-from nereid_client.protocol.tokenize_request import TokenizeRequest
 
 from loadtest.hostile.attack import Attack, Outcome, Send, Target, worst
 from loadtest.hostile.requests import CHATS, COMPLETIONS, chat, post

@@ -58,7 +58,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def script() -> list[dict[str, Any]]:
-    """Return the script of the scripted engine (see nereid_backend/serving/scripted_engine.py)."""
+    """Return the script of the scripted engine (see scripted_engine.py)."""
     rules = [
         {"when": prompt(series), "text": "".join(tokens(series)), **_PACES[series % len(_PACES)]}
         for series in range(NUM_SERIES)

@@ -20,7 +20,7 @@ def scripted_server(
 
     Args:
         folder: the folder for the script.
-        script: the rules of the engine (see nereid_backend/serving/scripted_engine.py).
+        script: the rules of the engine (see scripted_engine.py).
         model: the checkpoint with the tokenizer, or None for the demo.
         settings: further NEREID_* settings.
         flags: further flags of `nereid serve`.

@@ -20,7 +20,7 @@ _ROLES = {
     "nereid_client": "frontend",
     "nereid_backend.serving.process.forking.fork_server": "fork server",
     # The engine starts this process when the first slow grammar arrives.
-    "nereid_backend.grammar.trial_process": "grammar trials",
+    "nereid_backend.grammar.trials.trial_process": "grammar trials",
 }
 """Module that a process runs -> role of the process. The other modules run in the engine."""
 

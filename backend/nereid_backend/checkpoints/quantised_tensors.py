@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nereid_backend.checkpoints.awq import awq_format
-from nereid_backend.checkpoints.bitsandbytes import bitsandbytes_format
-from nereid_backend.checkpoints.compressed_tensors import compressed_tensors_format
-from nereid_backend.checkpoints.fp8 import fp8_format
-from nereid_backend.checkpoints.gptq import gptq_format
 from nereid_backend.checkpoints.integer_weight import IntegerWeight
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
-from nereid_backend.checkpoints.mxfp4 import mxfp4_format
+from nereid_backend.checkpoints.quantised.awq import awq_format
+from nereid_backend.checkpoints.quantised.bitsandbytes import bitsandbytes_format
+from nereid_backend.checkpoints.quantised.compressed_tensors import compressed_tensors_format
+from nereid_backend.checkpoints.quantised.fp8 import fp8_format
+from nereid_backend.checkpoints.quantised.gptq import gptq_format
+from nereid_backend.checkpoints.quantised.mxfp4 import mxfp4_format
+from nereid_backend.checkpoints.quantised.torchao import torchao_format
 from nereid_backend.checkpoints.safetensors_files import StoredTensor
-from nereid_backend.checkpoints.torchao import torchao_format
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
 FORMATS: dict[str, Callable[[Settings], Format]] = {

@@ -27,7 +27,7 @@ from nereid_backend.grammar.guide_rules import GuideRules, rules_for
 from nereid_backend.grammar.shared_compilations import SharedCompilations
 from nereid_backend.grammar.thinking_budget import Thinking
 from nereid_backend.grammar.token_guide import TokenGuide
-from nereid_backend.grammar.trial_compiler import TrialCompiler
+from nereid_backend.grammar.trials.trial_compiler import TrialCompiler
 from nereid_backend.grammar.vocabulary import Vocabulary, load_vocabulary
 
 # The largest number of `GuideRules` objects in the cache.

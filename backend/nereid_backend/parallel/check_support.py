@@ -11,9 +11,9 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
 from nereid_backend.checkpoints.load_model import model_class
 from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
+from nereid_backend.checkpoints.read_config import check_files, read_config
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError, UnsupportedModelError
-from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.parallel.kv_heads import numbers_of_kv_heads
 
 # The names of linear layers that compute queries, keys and values together.

@@ -8,9 +8,10 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
+from nereid_backend.checkpoints.read_config import read_config
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import UnsupportedModelError, first_line
-from nereid_backend.load_checkpoint import Checkpoint, Progress, load_checkpoint, read_config
+from nereid_backend.load_checkpoint import Checkpoint, Progress, load_checkpoint
 from nereid_backend.model.forward_path.path_spec import PathSpec
 from nereid_backend.model.forward_path.path_variants import packed_spec
 from nereid_backend.parallel.check_support import model_without_weights, tensor_parallel_plan

@@ -127,7 +127,7 @@ class ServingSettings:
     @property
     def engine_module(self) -> str:
         """The name of the Python module that the engine process runs."""
-        name = "scripted_engine" if self.engine == "scripted" else "engine_process"
+        name = "scripted.scripted_engine" if self.engine == "scripted" else "engine_process"
         return f"nereid_backend.serving.executor.{name}"
 
 

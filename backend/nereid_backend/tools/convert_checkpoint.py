@@ -25,11 +25,11 @@ from torch.nn import functional
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.checkpoints.integer_panels import linear_names
 from nereid_backend.checkpoints.load_model import model_class
+from nereid_backend.checkpoints.read_config import check_files, read_config
 from nereid_backend.checkpoints.safetensors_files import INDEX
 from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ConfigError, NereidError, UnsupportedModelError
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
-from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, read_modules
 
 Target = Literal["int4", "int8", "bfloat16", "float32"]

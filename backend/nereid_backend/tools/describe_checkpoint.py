@@ -18,13 +18,13 @@ import torch
 
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
 from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
+from nereid_backend.checkpoints.read_config import check_files, read_config
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.checkpoints.same_tokenizer import VOCABULARIES
 from nereid_backend.checkpoints.weight_counts import count_weights
 from nereid_backend.config import EngineConfig
 from nereid_backend.engine.engine import Engine
 from nereid_backend.errors import NereidError
-from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.loading_progress import no_progress
 from nereid_backend.main_memory import available_memory, format_bytes
 from nereid_backend.model.forward_path.length_limits import model_limit

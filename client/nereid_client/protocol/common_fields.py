@@ -13,12 +13,12 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
-from nereid_client.protocol.cache_requests import Retention
 from nereid_client.protocol.field_checks import (
     check_logit_bias,
     check_response_format,
     to_openai_response_format,
 )
+from nereid_client.protocol.operations.cache_requests import Retention
 from nereid_client.protocol.refused import REFUSED, REFUSED_BY_BACKEND, Refusal, refuse
 from nereid_client.protocol.request_body import RequestBody
 

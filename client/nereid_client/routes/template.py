@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from nereid_parsers.errors import NereidParsersError
 
 from nereid_client.errors import ApiError
-from nereid_client.protocol.template_request import InspectRequest
+from nereid_client.protocol.operations.template_request import InspectRequest
 from nereid_client.request_context import check_unicode, read_body, validate
 
 router = APIRouter(tags=["Operation"])

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.errors import BackendError
 from nereid_client.language_model.backend import Generation
-from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
+from nereid_client.protocol.operations.tokenize_request import DetokenizeRequest, TokenizeRequest
 from nereid_client.request_context import (
     check_unicode,
     context_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nereid_parsers.declarations import Stage
 from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.calls.call_reader import CallReader
-from nereid_parsers.stream.compiled_header import CompiledHeader
+from nereid_parsers.stream.compiled.compiled_header import CompiledHeader
 from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State

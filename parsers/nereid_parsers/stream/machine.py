@@ -25,7 +25,7 @@ from nereid_parsers.start_stage import StartPoint
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.calls.between_calls_reader import BetweenCallsReader
 from nereid_parsers.stream.calls.call_reader import CallReader
-from nereid_parsers.stream.compiled_format import CompiledFormat
+from nereid_parsers.stream.compiled.compiled_format import CompiledFormat
 from nereid_parsers.stream.content_reader import ContentReader
 from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.reader_context import ReaderContext

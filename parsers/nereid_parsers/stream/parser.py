@@ -11,7 +11,7 @@ from nereid_parsers.events import Event, Message, fold
 from nereid_parsers.policy import Policy
 from nereid_parsers.start_stage import StartPoint, find_start
 from nereid_parsers.stream.call_writer import generate_call_id
-from nereid_parsers.stream.compiled_format import compile_format
+from nereid_parsers.stream.compiled.compiled_format import compile_format
 from nereid_parsers.stream.machine import Machine
 from nereid_parsers.stream.tracer import Trace
 from nereid_parsers.stream.values.argument_types import Tools

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nereid_parsers.policy import Policy, TextRule
-from nereid_parsers.stream.compiled_format import CompiledFormat
+from nereid_parsers.stream.compiled.compiled_format import CompiledFormat
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
 

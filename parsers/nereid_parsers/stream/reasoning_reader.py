@@ -7,7 +7,7 @@ from enum import Enum
 from nereid_parsers.declarations import Shown
 from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.calls.call_reader import CallReader
-from nereid_parsers.stream.compiled_call import CompiledCall
+from nereid_parsers.stream.compiled.compiled_call import CompiledCall
 from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.marker_kinds import MarkerKind
 from nereid_parsers.stream.pattern_matching import (

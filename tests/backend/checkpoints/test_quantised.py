@@ -6,7 +6,7 @@ from backend.checkpoints import writers
 from backend.checkpoints.load_on_cpu import load
 from backend.tiny_models import BY_NAME
 from nereid_backend import ModelError, UnsupportedModelError
-from nereid_backend.checkpoints import compressed_tensors, gptq, torchao
+from nereid_backend.checkpoints.quantised import compressed_tensors, gptq, torchao
 from nereid_backend.checkpoints.weight_counts import count_weights
 from safetensors.torch import load_file, save_file
 

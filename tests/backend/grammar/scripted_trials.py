@@ -11,7 +11,7 @@ import time
 from multiprocessing.connection import Connection
 
 from nereid_backend.errors import RequestError
-from nereid_backend.grammar.trial_process import TrialServer
+from nereid_backend.grammar.trials.trial_process import TrialServer
 
 
 def compile_scripted(kind, source):

@@ -15,11 +15,11 @@ import pytest
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import CapacityError, EngineError, RequestError
-from nereid_backend.grammar import trial_compiler
 from nereid_backend.grammar.compile_cost import is_quick
 from nereid_backend.grammar.compile_pool import CompilePool
-from nereid_backend.grammar.trial_compiler import TrialCompiler
-from nereid_backend.grammar.trial_process import Outcome
+from nereid_backend.grammar.trials import trial_compiler
+from nereid_backend.grammar.trials.trial_compiler import TrialCompiler
+from nereid_backend.grammar.trials.trial_process import Outcome
 
 SLOW = GrammarSpec("ebnf", "slow")
 QUICK = GrammarSpec("regex", "a+")

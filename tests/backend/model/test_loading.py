@@ -14,8 +14,9 @@ from nereid_backend import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.checkpoints import weight_arguments
+from nereid_backend.checkpoints.read_config import check_files
 from nereid_backend.checkpoints.safetensors_files import open_tensors
-from nereid_backend.load_checkpoint import check_files, load_checkpoint
+from nereid_backend.load_checkpoint import load_checkpoint
 from nereid_backend.model.forward_path.length_limits import model_limit
 from nereid_backend.model.forward_path.make_kv_cache import make_blocks
 from nereid_backend.model.forward_path.path_spec import set_attention

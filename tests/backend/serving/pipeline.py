@@ -9,7 +9,7 @@ from backend.serving.fake_server import Request, TritonError
 from nereid_backend import EngineConfig
 from nereid_backend.errors import EngineError, RequestError
 from nereid_backend.serving import tensor_names
-from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine
+from nereid_backend.serving.executor.scripted.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine
 from nereid_backend.serving.executor.streams import Sequence, Stream
 from nereid_backend.serving.feedback import FeedbackReader, Signal
 from nereid_backend.serving.postprocessor.postprocessor_model import PostprocessorModel

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 from nereid_backend import RequestError
-from nereid_backend.serving.tokenizer.chat_messages import read_messages
-from nereid_backend.serving.tokenizer.chat_template_renderer import ChatTemplateRenderer
-from nereid_backend.serving.tokenizer.chat_tools import read_tools
+from nereid_backend.serving.tokenizer.chat.chat_messages import read_messages
+from nereid_backend.serving.tokenizer.chat.chat_template_renderer import ChatTemplateRenderer
+from nereid_backend.serving.tokenizer.chat.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.prompt_builder import read_flag
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from backend.serving.fake_server import Request
 from nereid_backend import RequestError
-from nereid_backend.serving.tokenizer.chat_messages import IMAGE_PLACEHOLDER, read_messages
+from nereid_backend.serving.tokenizer.chat.chat_messages import IMAGE_PLACEHOLDER, read_messages
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.request_prompts import RequestPrompts
 from nereid_backend.serving.tokenizer.tokenizer_model import _is_long

@@ -1,7 +1,7 @@
 import pytest
 from nereid_backend import RequestError
 from nereid_backend.core.grammar import ThinkingSpec
-from nereid_backend.serving.tokenizer.thinking_effort import (
+from nereid_backend.serving.tokenizer.chat.thinking_effort import (
     build_thinking_spec,
     has_variable,
     read_template_kwargs,

@@ -2,7 +2,7 @@
 
 import pytest
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer.chat_messages import read_messages
+from nereid_backend.serving.tokenizer.chat.chat_messages import read_messages
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.vision.decode_image import ImageLimits
 from nereid_backend.vision.messages import split_messages

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from nereid_backend.load_checkpoint import check_files
+from nereid_backend.checkpoints.read_config import check_files
 from nereid_backend.pooling.loading.checkpoint_spec import (
     BASE,
     RETRIEVAL,

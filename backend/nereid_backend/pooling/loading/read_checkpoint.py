@@ -12,8 +12,12 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from nereid_backend.checkpoints.read_config import (
+    check_architectures,
+    check_dtype_name,
+    check_files,
+)
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
-from nereid_backend.load_checkpoint import check_architectures, check_dtype_name, check_files
 from nereid_backend.pooling.loading.checkpoint_spec import (
     CAUSAL,
     IMAGE_CAUSAL,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer.chat_messages import (
+from nereid_backend.serving.tokenizer.chat.chat_messages import (
     AUDIO_PLACEHOLDER,
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,

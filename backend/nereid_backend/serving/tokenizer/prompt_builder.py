@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.fast_imports import importing
 from nereid_backend.request_field_checks import shown
-from nereid_backend.serving.tokenizer.chat_messages import read_messages
-from nereid_backend.serving.tokenizer.chat_template_renderer import ChatTemplateRenderer
-from nereid_backend.serving.tokenizer.chat_tools import read_tools
+from nereid_backend.serving.tokenizer.chat.chat_messages import read_messages
+from nereid_backend.serving.tokenizer.chat.chat_template_renderer import ChatTemplateRenderer
+from nereid_backend.serving.tokenizer.chat.chat_tools import read_tools
+from nereid_backend.serving.tokenizer.chat.thinking_effort import read_template_kwargs
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
-from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
 from nereid_backend.text.chat_template_files import complete_chat_template
 from nereid_backend.text.prompt_encoder import PromptEncoder
 from nereid_backend.text.vocabulary_files import (

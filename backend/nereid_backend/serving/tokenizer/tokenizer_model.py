@@ -19,7 +19,11 @@ from nereid_backend.serving import tensor_names, triton_api
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
 from nereid_backend.serving.serving_settings import ServingSettings, read_settings
-from nereid_backend.serving.tokenizer.chat_tools import read_tools
+from nereid_backend.serving.tokenizer.chat.chat_tools import read_tools
+from nereid_backend.serving.tokenizer.chat.thinking_effort import (
+    build_thinking_spec,
+    read_thinking_budget,
+)
 from nereid_backend.serving.tokenizer.image_prompts import (
     MAX_IMAGE_BYTES,
     ImagePrompts,
@@ -40,10 +44,6 @@ from nereid_backend.serving.tokenizer.stream_context import (
     CheckedRequest,
     prompt_tail,
     stream_context,
-)
-from nereid_backend.serving.tokenizer.thinking_effort import (
-    build_thinking_spec,
-    read_thinking_budget,
 )
 from nereid_backend.serving.tracing import Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, pack_params

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 
 from nereid_client.middleware.running_requests import RunningRequests
-from nereid_client.protocol.abort_request import AbortRequest
+from nereid_client.protocol.operations.abort_request import AbortRequest
 from nereid_client.request_context import read_body, validate
 from nereid_client.workers.forwarding import ask_other_workers
 

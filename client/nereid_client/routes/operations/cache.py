@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
-from nereid_client.protocol.cache_requests import RETENTION_S, ExtendSessionRequest
+from nereid_client.protocol.operations.cache_requests import RETENTION_S, ExtendSessionRequest
 from nereid_client.request_context import (
     context_of,
     find_context,

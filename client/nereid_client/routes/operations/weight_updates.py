@@ -8,8 +8,8 @@ from fastapi.responses import PlainTextResponse
 from nereid_client.embeddings.model_choice import pooling_models_of
 from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
-from nereid_client.protocol.lora_requests import LoadLoraRequest, UnloadLoraRequest
-from nereid_client.protocol.reload_request import ReloadRequest
+from nereid_client.protocol.operations.lora_requests import LoadLoraRequest, UnloadLoraRequest
+from nereid_client.protocol.operations.reload_request import ReloadRequest
 from nereid_client.request_context import (
     context_of,
     find_context,

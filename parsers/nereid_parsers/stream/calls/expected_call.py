@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.compiled_call import CompiledCall
-from nereid_parsers.stream.compiled_calls import CompiledCalls
+from nereid_parsers.stream.compiled.compiled_call import CompiledCall
+from nereid_parsers.stream.compiled.compiled_calls import CompiledCalls
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, Mismatch
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.values.argument_types import Tools

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from backend.serving.fake_server import DEMO
 from nereid_backend import EngineConfig, SamplingParams
-from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE
+from nereid_backend.serving.executor.scripted.scripted_engine import SCRIPT_VARIABLE
 from nereid_backend.serving.process.process_handle import (
     ChildProcess,
     ChildProgram,
@@ -18,7 +18,7 @@ from nereid_backend.serving.process.process_handle import (
 from nereid_backend.serving.wire import pack_params, unpack_update
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32).tobytes()
-MODULE = "nereid_backend.serving.executor.scripted_engine"
+MODULE = "nereid_backend.serving.executor.scripted.scripted_engine"
 
 
 def start_engine(**config):

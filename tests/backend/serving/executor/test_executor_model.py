@@ -16,7 +16,7 @@ from backend.serving.fake_server import DEMO, MetricFamily, Request
 from nereid_backend import SamplingParams
 from nereid_backend.serving import tensor_names
 from nereid_backend.serving.executor.executor_model import ExecutorModel
-from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE
+from nereid_backend.serving.executor.scripted.scripted_engine import SCRIPT_VARIABLE
 from nereid_backend.serving.feedback import FeedbackWriter
 from nereid_backend.serving.process.process_handle import ChildProcess
 from nereid_backend.serving.process.supervised_process import SupervisedProcess

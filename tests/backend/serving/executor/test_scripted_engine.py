@@ -3,7 +3,7 @@ import json
 import pytest
 from backend.serving.fake_server import DEMO
 from nereid_backend import ConfigError, EngineConfig, RequestError, SamplingParams
-from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine
+from nereid_backend.serving.executor.scripted.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine
 
 PROMPT = [5, 6, 7]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.bodies.body_reader import Head
-from nereid_parsers.stream.compiled_call import CompiledCall, match_limited_head
+from nereid_parsers.stream.compiled.compiled_call import CompiledCall, match_limited_head
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,

@@ -46,8 +46,8 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.engine.prefix_sessions import PrefixSessions
 from nereid_backend.errors import RequestError
 from nereid_backend.serving.executor.engine_process import serve_engine
-from nereid_backend.serving.executor.script_rules import Rule, read_script
-from nereid_backend.serving.executor.scripted_requests import (
+from nereid_backend.serving.executor.scripted.script_rules import Rule, read_script
+from nereid_backend.serving.executor.scripted.scripted_requests import (
     ScriptedRequest,
     ScriptedSequence,
     cause_fault,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nereid_backend.core.outputs import FinishReason
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import EngineError
-from nereid_backend.serving.executor.script_rules import Rule
+from nereid_backend.serving.executor.scripted.script_rules import Rule
 
 
 class ScriptedSequence:

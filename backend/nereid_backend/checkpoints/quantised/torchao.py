@@ -20,7 +20,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nereid_backend.checkpoints.fp8 import FLOAT8
 from nereid_backend.checkpoints.integer_weight import (
     IntegerWeight,
     by_row,
@@ -28,6 +27,7 @@ from nereid_backend.checkpoints.integer_weight import (
     unpack_nibbles,
 )
 from nereid_backend.checkpoints.layout import Format, Layout, Settings
+from nereid_backend.checkpoints.quantised.fp8 import FLOAT8
 
 _MAIN, _SCALE, _ZERO = "._weight_qdata", "._weight_scale", "._weight_zero_point"
 # These tensors contain the scales and zero points of activations. They are ignored, because the

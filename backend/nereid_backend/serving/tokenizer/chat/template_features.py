@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from nereid_backend.serving.tokenizer.call_forms import CALL_FORMS, CallForm
-from nereid_backend.serving.tokenizer.chat_messages import as_parts
-from nereid_backend.serving.tokenizer.message_reasoning import with_thinking_part
-from nereid_backend.serving.tokenizer.system_messages import SYSTEM_ROLES
+from nereid_backend.serving.tokenizer.chat.call_forms import CALL_FORMS, CallForm
+from nereid_backend.serving.tokenizer.chat.chat_messages import as_parts
+from nereid_backend.serving.tokenizer.chat.message_reasoning import with_thinking_part
+from nereid_backend.serving.tokenizer.chat.system_messages import SYSTEM_ROLES
 
 if TYPE_CHECKING:
     from nereid_parsers.template import RequestTemplate

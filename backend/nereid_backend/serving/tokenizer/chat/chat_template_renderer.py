@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from nereid_parsers import TemplateError
 
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer.alternating_roles import alternating_messages
-from nereid_backend.serving.tokenizer.chat_tools import with_optional_fields
-from nereid_backend.serving.tokenizer.message_reasoning import with_thinking_part
-from nereid_backend.serving.tokenizer.system_messages import (
+from nereid_backend.serving.tokenizer.chat.alternating_roles import alternating_messages
+from nereid_backend.serving.tokenizer.chat.chat_tools import with_optional_fields
+from nereid_backend.serving.tokenizer.chat.message_reasoning import with_thinking_part
+from nereid_backend.serving.tokenizer.chat.system_messages import (
     SYSTEM_ROLES,
     count_first_system_messages,
     merge_first_system_messages,
     with_later_system_messages_as_user,
 )
-from nereid_backend.serving.tokenizer.template_features import (
+from nereid_backend.serving.tokenizer.chat.template_features import (
     REPLACEABLE_ROLES,
     TESTED_ROLES,
     TemplateFeatures,

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from nereid_backend.serving.tokenizer.chat_messages import as_parts
+from nereid_backend.serving.tokenizer.chat.chat_messages import as_parts
 
 SYSTEM_ROLES = frozenset({"system", "developer"})
 """The roles whose messages contain instructions for the model."""

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nereid_backend.serving.tokenizer.system_messages import (
+from nereid_backend.serving.tokenizer.chat.system_messages import (
     SYSTEM_ROLES,
     join_contents,
     with_later_system_messages_as_user,

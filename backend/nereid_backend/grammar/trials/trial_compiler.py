@@ -21,12 +21,12 @@ from multiprocessing.connection import Connection, Pipe
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
-from nereid_backend.grammar.trial_process import MAX_TIMEOUT_S, Outcome
+from nereid_backend.grammar.trials.trial_process import MAX_TIMEOUT_S, Outcome
 from nereid_backend.grammar.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
-_MODULE = "nereid_backend.grammar.trial_process"
+_MODULE = "nereid_backend.grammar.trials.trial_process"
 # The largest number of grammars that may wait for their test in a child process.
 _MAX_JOBS = 256
 _STOP_TIMEOUT_S = 5.0

@@ -43,7 +43,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nereid_backend.checkpoints.fp8 import ACTIVATION_SCALES, float8_layouts
 from nereid_backend.checkpoints.integer_weight import (
     IntegerWeight,
     by_row,
@@ -51,7 +50,8 @@ from nereid_backend.checkpoints.integer_weight import (
     unpack_integers,
 )
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
-from nereid_backend.checkpoints.mxfp4 import float4_numbers
+from nereid_backend.checkpoints.quantised.fp8 import ACTIVATION_SCALES, float8_layouts
+from nereid_backend.checkpoints.quantised.mxfp4 import float4_numbers
 
 _FORMATS = (
     "pack-quantized",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nereid_backend.serving.tokenizer.message_reasoning import REASONING_FIELDS, reasoning_of
+from nereid_backend.serving.tokenizer.chat.message_reasoning import REASONING_FIELDS, reasoning_of
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that tests whether grammars can be compiled. It is started by trial_compiler.py.
 
-    python -m nereid_backend.grammar.trial_process FD TIMEOUT_S
+    python -m nereid_backend.grammar.trials.trial_process FD TIMEOUT_S
 
 FD is the file descriptor of the connection to the engine, and TIMEOUT_S is the time limit of a
 trial in seconds. The process loads the grammar libraries once, and then forks a child for each
@@ -270,7 +270,7 @@ def main() -> None:
     _skip_unused_modules()
     from nereid_backend.core.grammar import GrammarSpec
     from nereid_backend.grammar.compile_grammar import compile_grammar, load_libraries
-    from nereid_backend.grammar.try_tokens import try_first_masks
+    from nereid_backend.grammar.trials.try_tokens import try_first_masks
 
     vocabulary, eos_token_ids = connection.recv()
     libraries = load_libraries(vocabulary, eos_token_ids, num_threads=1)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from nereid_parsers.pattern_syntax import first_literal
-from nereid_parsers.stream.compiled_call import CompiledCall, SectionMarkers
+from nereid_parsers.stream.compiled.compiled_call import CompiledCall, SectionMarkers
 from nereid_parsers.stream.marker_kinds import MarkerKind, marker_kinds, visible_markers
 from nereid_parsers.stream.pattern_matching import marker_spellings
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections, Wrapper
-from nereid_parsers.stream.compiled_call import CompiledCall, SectionMarkers
-from nereid_parsers.stream.compiled_calls import CompiledCalls, compile_calls
-from nereid_parsers.stream.compiled_header import CompiledHeader
+from nereid_parsers.stream.compiled.compiled_call import CompiledCall, SectionMarkers
+from nereid_parsers.stream.compiled.compiled_calls import CompiledCalls, compile_calls
+from nereid_parsers.stream.compiled.compiled_header import CompiledHeader
 from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.marker_kinds import MarkerKind, marker_kinds, visible_markers
 from nereid_parsers.stream.pattern_matching import looks_like_markup

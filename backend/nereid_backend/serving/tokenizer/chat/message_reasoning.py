@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from nereid_backend.serving.tokenizer.chat_messages import as_parts
+from nereid_backend.serving.tokenizer.chat.chat_messages import as_parts
 
 # The fields in which clients send the reasoning of a message. If a client sends several of these
 # fields, the field that is listed first here is used.

@@ -1,0 +1,1 @@
+"""The bodies of requests that operate a server, such as the loading of a LoRA adapter."""

@@ -1,0 +1,1 @@
+"""The patterns of a format that the stream parser searches for. They are compiled only once."""

@@ -44,6 +44,17 @@ def token_vectors(folder, texts):
         ]
 
 
+def test_python_code_of_a_checkpoint_that_is_not_run_is_reported(encoder_of, tmp_path, caplog):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "modeling_other.OtherModel"}
+    (folder / "config.json").unlink()  # The file is a link to the file of another test.
+    (folder / "config.json").write_text(json.dumps(config))
+    Embedder(str(folder), num_threads=1)
+    assert "names the class modeling_other.OtherModel in auto_map" in caplog.text
+    assert "BertModel of transformers is used instead" in caplog.text
+
+
 def test_a_padding_token_in_a_text_has_the_position_that_transformers_gives_it(encoder_of):
     folder = encoder_of("roberta")
     texts = ["w1 <pad> w2 w3", "w4 w5 <pad> <pad> w6", "w7"]

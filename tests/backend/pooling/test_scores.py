@@ -166,6 +166,23 @@ def test_a_classifier_renders_single_texts_only_if_the_template_does(encoder_of,
         engine.add("a", [PoolingItem(text="w1 w2")])
 
 
+def test_the_files_of_a_head_can_select_one_of_several_templates(encoder_of, pairs, tmp_path):
+    folder = copy_of(encoder_of("bert", "sequence", num_labels=1), tmp_path)
+    folder = save_with_template(folder, TEMPLATE)
+    (tmp_path / "saved" / "additional_chat_templates").mkdir()
+    template = TEMPLATE.replace("query : ", "w3 ")
+    (tmp_path / "saved" / "additional_chat_templates" / "pair.jinja").write_text(template)
+    path = tmp_path / "saved" / "sentence_bert_config.json"
+    settings = json.loads(path.read_text())
+    settings["processing_kwargs"] = {"chat_template": {"chat_template": "pair"}}
+    path.write_text(json.dumps(settings))
+
+    scores = Reranker(folder, num_threads=1).score(pairs)
+
+    expected = CrossEncoder(folder, device="cpu").predict(pairs)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
+
+
 def test_a_head_whose_template_leaves_out_pairs_is_refused(encoder_of, tmp_path):
     folder = copy_of(encoder_of("qwen3", "sequence", num_labels=1), tmp_path)
     folder = save_with_template(folder, TEMPLATE.replace("'document'", "'assistant'"))
@@ -370,6 +387,7 @@ def copy_with_answers(save_reranker, target, template=None):
         "transformer_task": "text-generation",
         "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
         "module_output_name": "causal_logits",
+        "processing_kwargs": {"text": {"logits_to_keep": 1}},
     }
     (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
     return folder

@@ -35,17 +35,21 @@ class MessageTemplate:
         }
 
     @classmethod
-    def compile(cls, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Self | None:
+    def compile(
+        cls, folder: Path, tokenizer: PreTrainedTokenizerBase, name: str = "default"
+    ) -> Self | None:
         """Compile the chat template of a tokenizer; None if the tokenizer has no template.
 
-        `folder` is the folder of the checkpoint, for error messages. If there are several
-        templates, the template with the name "default" is used.
+        Args:
+            folder: the folder of the checkpoint, for error messages.
+            tokenizer: the tokenizer.
+            name: the name of the template, if the tokenizer has several templates.
 
         Raises:
             ModelError: the template has a syntax error, or exceeds a limit.
         """
         template = tokenizer.chat_template
-        source = template.get("default") if isinstance(template, dict) else template
+        source = template.get(name) if isinstance(template, dict) else template
         if not source:
             return None
         try:

@@ -104,7 +104,8 @@ class TextPrompts:
         self._spec = spec
         self._tokenizer = tokenizer
         # The compiled chat template; None if the tokenizer has none.
-        self._template = MessageTemplate.compile(spec.folder, tokenizer)
+        name = str(spec.template_kwargs.get("chat_template", "default"))
+        self._template = MessageTemplate.compile(spec.folder, tokenizer, name)
         # Whether the template expects a list of parts as the content of a message. Example:
         # [{"type": "text", "text": "Hello"}] instead of "Hello". Templates of vision-language
         # models expect such a list, but templates of other models can expect it, too.

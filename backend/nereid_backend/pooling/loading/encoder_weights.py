@@ -2,6 +2,7 @@
 """Loads the weights of an embedding, rerank or classification checkpoint."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,8 @@ from nereid_backend.pooling.loading.late_interaction_files import (
     STANFORD_ARCHITECTURE,
     STANFORD_PROJECTION,
 )
+
+logger = logging.getLogger(__name__)
 
 # The auto class of transformers for each kind of model, except RETRIEVAL and BASE. RETRIEVAL has no
 # auto class. BASE has AutoModel, but a model of this kind is loaded without its head and pooler.
@@ -88,7 +91,26 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
             )
     _check_missing_weights(spec, report["missing_keys"], report["unexpected_keys"])
     _check_ignored_weights(spec, report["unexpected_keys"], model)
+    _warn_about_code(spec, model)
     return model
+
+
+def _warn_about_code(spec: CheckpointSpec, model: PreTrainedModel) -> None:
+    """Log a warning if config.json names a class in Python code of the checkpoint.
+
+    The class of transformers for the same model type is loaded instead. Example: the code of some
+    embedding models computes attention to later tokens, too, unlike the class of transformers.
+    """
+    auto_class = _AUTO.get(spec.loader, AutoModel)
+    classes: Any = getattr(spec.config, "auto_map", None)
+    own_class = classes.get(auto_class.__name__) if isinstance(classes, dict) else None
+    if own_class:
+        logger.warning(
+            "%s: config.json names the class %s in auto_map. This class is Python code of the "
+            "checkpoint, which is not run. %s of transformers is used instead. Compare some "
+            "outputs with those on the model card, because the two classes can differ.",
+            *(spec.folder, own_class, type(model).__name__),
+        )
 
 
 @contextmanager

@@ -56,6 +56,8 @@ _ACTIVATIONS_OF_PROBLEMS = {"multi_label_classification": "sigmoid", "regression
 _SUPPORTED_TOKENIZER_ARGUMENTS = {
     *("padding", "padding_side", "pad_to_multiple_of", "truncation", "max_length"),
     *("return_tensors", "return_attention_mask", "return_token_type_ids"),
+    # sentence-transformers passes this argument to the model. Only the last token's logits count.
+    "logits_to_keep",
 }
 # The settings file contains an object with the variables of the chat template and some settings of
 # the tokenizer. These are the names of the tokenizer's settings, which are not passed to the

@@ -17,20 +17,19 @@ _OPTIONS = "x-guidance"
 def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarSpec:
     """Return the grammar specification for a JSON schema.
 
-    The boolean schemas True (every value is valid) and False (no value is valid) are converted to
-    the equivalent objects `{}` and `{"not": {}}`.
+    The schema True (every value is valid) is converted to the equivalent object `{}`.
 
     Args:
-        schema: the schema as a JSON value.
+        schema: the schema as a JSON value. It must not be False (no value is valid).
         is_strict: whether a keyword that cannot be enforced is an error. If False, such a keyword
             is ignored.
         after: the text after which the grammar applies; see GrammarSpec.
 
     Raises:
-        RequestError: if the schema is neither an object nor a boolean.
+        RequestError: if the schema is neither an object nor True.
     """
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
+    if schema is True:
+        schema = {}
     if not isinstance(schema, dict):
         raise RequestError(
             f"json_schema: the schema must be a JSON object, but it is {type(schema).__name__}."

@@ -151,6 +151,11 @@ def test_the_grammar_enforces_the_schemas_of_strict_tools_and_of_single_calls(fi
         ),
         ({"regex": 5}, "regex: the value must be a string, but the request has 5"),
         ({"json_schema": "{"}, "json_schema: the text is not valid JSON"),
+        ({"json_schema": False}, "json_schema: the schema is false, which no JSON value satisfies"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+            "response_format: the schema is false",
+        ),
         (
             {"json_schema": r'{"const": "\udfff"}'},
             "json_schema: a text contains half of a surrogate pair",

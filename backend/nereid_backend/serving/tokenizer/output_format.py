@@ -63,7 +63,8 @@ def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
     json_schema (SGLang), json_schema and grammar (llama.cpp).
 
     Raises:
-        RequestError: a field has a wrong value, or the request has more than one of these fields.
+        RequestError: a field has a wrong value, the request has more than one of these fields, or
+            no JSON text satisfies the schema.
     """
     formats_of_fields = [_read_field(name, fields.get(name)) for name in _FIELDS]
     formats = [output for output in formats_of_fields if output is not None]
@@ -71,6 +72,11 @@ def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
         raise RequestError(
             f"{formats[1].field}: the request constrains its output with both {formats[0].field} "
             f"and {formats[1].field}. Send only one of the two."
+        )
+    if formats and formats[0].schema is False:
+        raise RequestError(
+            f"{formats[0].field}: the schema is false, which no JSON value satisfies. Send an "
+            "object, or true to accept every value."
         )
     return formats[0] if formats else None
 

@@ -19,6 +19,8 @@ from backend.pooling.tiny import (
     pooling,
 )
 from nereid_backend import Embedder, UnsupportedModelError
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.pooling.pooling_engine import PoolingEngine
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -44,15 +46,17 @@ def token_vectors(folder, texts):
         ]
 
 
-def test_python_code_of_a_checkpoint_that_is_not_run_is_reported(encoder_of, tmp_path, caplog):
+def test_python_code_of_a_checkpoint_that_is_not_run_is_reported(encoder_of, tmp_path):
     folder = copy_of(encoder_of("bert"), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModel": "modeling_other.OtherModel"}
     (folder / "config.json").unlink()  # The file is a link to the file of another test.
     (folder / "config.json").write_text(json.dumps(config))
-    Embedder(str(folder), num_threads=1)
-    assert "names the class modeling_other.OtherModel in auto_map" in caplog.text
-    assert "BertModel of transformers is used instead" in caplog.text
+    lines = []
+    PoolingEngine(PoolingConfig(str(folder), num_threads=1), progress=lines.append)
+    (warning,) = [line for line in lines if line.startswith("warning:")]
+    assert "names the class modeling_other.OtherModel (auto_map)" in warning
+    assert "BertModel of transformers is used instead" in warning
 
 
 def test_a_padding_token_in_a_text_has_the_position_that_transformers_gives_it(encoder_of):

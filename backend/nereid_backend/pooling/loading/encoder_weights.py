@@ -2,7 +2,6 @@
 """Loads the weights of an embedding, rerank or classification checkpoint."""
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,8 +43,6 @@ from nereid_backend.pooling.loading.late_interaction_files import (
     STANFORD_ARCHITECTURE,
     STANFORD_PROJECTION,
 )
-
-logger = logging.getLogger(__name__)
 
 # The auto class of transformers for each kind of model, except RETRIEVAL and BASE. RETRIEVAL has no
 # auto class. BASE has AutoModel, but a model of this kind is loaded without its head and pooler.
@@ -91,26 +88,29 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
             )
     _check_missing_weights(spec, report["missing_keys"], report["unexpected_keys"])
     _check_ignored_weights(spec, report["unexpected_keys"], model)
-    _warn_about_code(spec, model)
     return model
 
 
-def _warn_about_code(spec: CheckpointSpec, model: PreTrainedModel) -> None:
-    """Log a warning if config.json names a class in Python code of the checkpoint.
+def describe_unused_code(spec: CheckpointSpec, model: PreTrainedModel) -> str | None:
+    """Return a warning if config.json names a class in Python code of the checkpoint.
 
-    The class of transformers for the same model type is loaded instead. Example: the code of some
+    The class of transformers for the same model type was loaded instead. Example: the code of some
     embedding models computes attention to later tokens, too, unlike the class of transformers.
+
+    Args:
+        spec: the description of the checkpoint.
+        model: the loaded model.
     """
     auto_class = _AUTO.get(spec.loader, AutoModel)
     classes: Any = getattr(spec.config, "auto_map", None)
     own_class = classes.get(auto_class.__name__) if isinstance(classes, dict) else None
-    if own_class:
-        logger.warning(
-            "%s: config.json names the class %s in auto_map. This class is Python code of the "
-            "checkpoint, which is not run. %s of transformers is used instead. Compare some "
-            "outputs with those on the model card, because the two classes can differ.",
-            *(spec.folder, own_class, type(model).__name__),
-        )
+    if not own_class:
+        return None
+    return (
+        f"warning: {spec.folder}/config.json names the class {own_class} (auto_map), which is "
+        f"Python code of the checkpoint and is not run. {type(model).__name__} of transformers is "
+        "used instead. Compare some outputs with the model card, because the classes can differ."
+    )
 
 
 @contextmanager

@@ -21,7 +21,11 @@ from nereid_backend.pooling.loading.checkpoint_spec import (
     TOWERS,
     CheckpointSpec,
 )
-from nereid_backend.pooling.loading.encoder_weights import load_encoder_weights, quiet
+from nereid_backend.pooling.loading.encoder_weights import (
+    describe_unused_code,
+    load_encoder_weights,
+    quiet,
+)
 from nereid_backend.pooling.loading.load_tokenizer import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -113,10 +117,13 @@ def _load_model(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> PreTrainedModel:
-    """Load the model in eval mode on `device`. Report each slow operation to `progress`."""
+    """Load the model in eval mode on `device`. Report warnings and slow steps to `progress`."""
     dtype_name = str(dtype).removeprefix("torch.")
     progress(f"loading {spec.architecture} from {spec.folder} as {dtype_name}")
     model = load_encoder_weights(spec, dtype)
+    warning = describe_unused_code(spec, model)
+    if warning is not None:
+        progress(warning)
     if device.type != "cpu":
         progress(f"copying the weights to {device}")
         model.to(device)

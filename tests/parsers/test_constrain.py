@@ -384,6 +384,33 @@ SCHEMAS = [
     ),
     ({"oneOf": [{}, True]}, ["oneOf whose parts may overlap at $"]),
     (
+        {
+            "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+            "$defs": {
+                "Cat": {
+                    "type": "object",
+                    "properties": {"kind": {"const": "cat"}, "age": {"type": "integer"}},
+                    "required": ["age", "kind"],
+                },
+                "Dog": {
+                    "type": "object",
+                    "properties": {"kind": {"enum": ["dog", "puppy"]}, "age": {"type": "integer"}},
+                    "required": ["age", "kind"],
+                },
+            },
+        },
+        [],
+    ),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]},
+                {"type": "object", "properties": {"kind": {"const": "dog"}}},
+            ],
+        },
+        ["oneOf whose parts may overlap at $"],
+    ),
+    (
         {"type": "string", "pattern": "a(?=b)"},
         ["pattern at $, because the part '(?=b)' at the position 1 is incomplete or not supported"],
     ),

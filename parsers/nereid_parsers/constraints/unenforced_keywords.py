@@ -10,10 +10,10 @@ patterns are not enforced.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from nereid_parsers.constraints.disjoint_schemas import are_disjoint
 from nereid_parsers.constraints.enforceable_multiple import is_enforced_multiple
 from nereid_parsers.constraints.enforceable_pattern import PatternError, check_pattern
 from nereid_parsers.stream.values.json_text import json_type_of
@@ -75,7 +75,7 @@ def unenforced_keywords(schema: object) -> list[str]:
     `schema` is a JSON schema, for example of the arguments of a tool. Example: the schema
     `{"items": {"not": {}}}` gives `["not at $.items"]`.
     """
-    return list(_describe_all(schema, "$", _CHECKS_FOR_XGRAMMAR))
+    return list(_describe_all(schema, "$", schema, _CHECKS_FOR_XGRAMMAR))
 
 
 def unenforced_keywords_of_answer(schema: object) -> list[str]:
@@ -85,11 +85,11 @@ def unenforced_keywords_of_answer(schema: object) -> list[str]:
     some combinations of keywords that xgrammar does not enforce. These are not described. Example:
     the schema `{"items": {"not": {}}}` gives `["not at $.items"]`.
     """
-    return list(_describe_all(schema, "$", _CHECKS_FOR_LLGUIDANCE))
+    return list(_describe_all(schema, "$", schema, _CHECKS_FOR_LLGUIDANCE))
 
 
 def _describe_all(
-    schema: object, path: str, checks: tuple[_Check, ...], depth: int = 0
+    schema: object, path: str, root: object, checks: tuple[_Check, ...], depth: int = 0
 ) -> Iterator[str]:
     """Yield a description of each unenforced keyword of `schema` and of the schemas inside it.
 
@@ -99,6 +99,7 @@ def _describe_all(
     Args:
         schema: The schema. Any value that is not an object has no keywords.
         path: The path of the schema, for the descriptions.
+        root: The outermost schema, which contains the definitions.
         checks: Functions that yield the descriptions for one schema, without its inner schemas.
         depth: The number of schemas that enclose `schema`.
     """
@@ -109,8 +110,11 @@ def _describe_all(
         return
     for check in checks:
         yield from check(schema, path)
+    # xgrammar treats `oneOf` as `anyOf`, so a value must not match two of the parts.
+    if isinstance(parts := schema.get("oneOf"), list) and not are_disjoint(parts, root):
+        yield f"oneOf whose parts may overlap at {path}"
     for inner, inner_path in _inner_schemas(schema, path):
-        yield from _describe_all(inner, inner_path, checks, depth + 1)
+        yield from _describe_all(inner, inner_path, root, checks, depth + 1)
 
 
 def _describe_unsupported(schema: Mapping[str, Any], path: str) -> Iterator[str]:
@@ -235,21 +239,17 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """List each `multipleOf`, `allOf` or `oneOf` that xgrammar does not enforce in `schema`.
+    """List each `multipleOf` or `allOf` that xgrammar does not enforce in `schema`.
 
     xgrammar enforces these keywords only in some cases: `multipleOf` only for integers without
-    bounds, `allOf` only for a single schema, and `oneOf` only if no value matches two of its
-    schemas, because xgrammar treats `oneOf` as `anyOf`. The keywords of inner schemas are not
-    described. Example: an `allOf` of two schemas at the path `$` yields "allOf of 2 parts at $".
+    bounds, and `allOf` only for a single schema. The keywords of inner schemas are not described.
+    Example: an `allOf` of two schemas at the path `$` yields "allOf of 2 parts at $".
     """
     if "multipleOf" in schema and not is_enforced_multiple(schema):
         yield f"multipleOf at {path}"
     all_of = schema.get("allOf")
     if isinstance(all_of, list) and len(all_of) > 1:
         yield f"allOf of {len(all_of)} parts at {path}"
-    one_of = schema.get("oneOf")
-    if isinstance(one_of, list) and not _are_disjoint(one_of):
-        yield f"oneOf whose parts may overlap at {path}"
 
 
 def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
@@ -329,54 +329,6 @@ def _has_one_of_types(schema: object, types: list[Any]) -> bool:
     return isinstance(schema, Mapping) and (
         schema.get("type") in types or any(key in schema for key in _EXCLUSIVE_KEYWORDS)
     )
-
-
-def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether each value matches at most one of the schemas in `options`.
-
-    For disjoint schemas, `oneOf` and `anyOf` accept the same values. Only the declared types and
-    constants are compared. Examples:
-
-        {"type": "string"}, {"type": "integer"}   True
-        {"const": "a"}, {"const": "b"}            True
-        {"type": "string"}, {"const": "a"}        False
-        {"minimum": 1}                            True, because there is only one schema
-    """
-    if len(options) < 2:
-        return True
-    options_by_type: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for option in options:
-        json_type = _single_type(option)
-        if json_type is None:
-            return False
-        options_by_type[json_type].append(option)
-    # Schemas of different types never match the same value. Schemas of the same type must declare
-    # different constants, so that each value matches at most one of them.
-    return all(
-        len(same_type) == 1 or _have_different_constants(same_type)
-        for same_type in options_by_type.values()
-    )
-
-
-def _single_type(schema: object) -> str | None:
-    """Return the JSON type of a schema, or None if the schema does not declare exactly one type.
-
-    An integer matches the types "integer" and "number". Therefore, the result for both types is
-    "number", so that different results mean disjoint types. Examples: `{"type": "string"}` and
-    `{"const": "a"}` give "string".
-    """
-    if not isinstance(schema, Mapping):
-        return None
-    json_type = json_type_of(schema["const"]) if "const" in schema else schema.get("type")
-    if not isinstance(json_type, str):  # Several types, or no type.
-        return None
-    return "number" if json_type == "integer" else json_type
-
-
-def _have_different_constants(schemas: list[Mapping[str, Any]]) -> bool:
-    """Return whether all schemas declare constants that differ from each other."""
-    constants = {repr(schema["const"]) for schema in schemas if "const" in schema}
-    return len(constants) == len(schemas)
 
 
 # xgrammar compiles the schemas of arguments, and llguidance compiles the schemas of answers. There

@@ -633,6 +633,25 @@ def test_the_content_after_reasoning_is_exactly_one_of_the_choices(prompt):
         assert parse(text, format=THINKER, prompt=prompt).content in ("yes", "no"), text
 
 
+@pytest.mark.parametrize(
+    ("name", "function", "argument"),
+    [
+        ("qwen3_coder", "my tool", "a"),
+        ("qwen3_coder", "f", 'a"b'),
+        ("kimi_k2", "a:b", "a"),
+        ("pythonic", "my tool", "a"),
+        ("pythonic", "f", "user[id]"),
+    ],
+)
+def test_a_name_that_the_parser_cannot_read_is_refused(name, function, argument):
+    tools = [tool(function, [argument], **{argument: {"type": "integer"}})]
+    unreadable = function if function != "f" else argument
+    with pytest.raises(ConstraintError, match="cannot be used in constrained output") as error:
+        get_format(tools=name).structural_tag(tools, "required")
+    assert unreadable in str(error.value).replace('\\"', '"')
+    assert get_format(tools="hermes").structural_tag(tools, "required")
+
+
 def test_an_optional_id_is_a_member_of_the_outer_object():
     keys = Keys("function.name", "function.arguments", id="id")
     fmt = Format("nested", Sections(tools=ToolSection((Call(JsonObject(keys), open="<c>"),))))

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
+from nereid_parsers.constraints.constrain_names import check_name_in_pattern
 from nereid_parsers.constraints.constrain_nodes import (
     WHITESPACE,
     Node,
@@ -292,13 +293,15 @@ def _head_node(head: str, name: str) -> Node:
     the text of a field such as `{id}`, so this field becomes a node with a regular expression.
 
     Raises:
-        ConstraintError: The header has a field whose text is not known.
+        ConstraintError: The header has a field whose text is not known, or the parser cannot read
+            the name.
     """
     nodes: list[Node] = []
     for part in split_pattern(head):
         if isinstance(part, str):
             nodes.append(const(part))
         elif part.field == "name":
+            check_name_in_pattern(name, head, "name")
             nodes.append(const(name))
         elif part.field in _HEAD_FIELDS:
             nodes.append({"type": "regex", "pattern": _HEAD_FIELDS[part.field]})

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_parsers.constraints.constrain_members import separated_members
+from nereid_parsers.constraints.constrain_names import (
+    check_name_of_python_argument,
+    check_name_of_python_call,
+)
 from nereid_parsers.constraints.constrain_nodes import Node, const, json_schema, one_of, sequence
 from nereid_parsers.constraints.constrain_request import ToolSchema
 from nereid_parsers.constraints.constrain_values import choices_of
@@ -21,12 +25,18 @@ _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
 
 
 def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
-    """Return the node for one tool call in Python syntax, such as `f(city="Paris", days=3)`."""
+    """Return the node for one tool call in Python syntax, such as `f(city="Paris", days=3)`.
+
+    Raises:
+        ConstraintError: The parser cannot read the name of the function or of an argument.
+    """
 
     def argument(key: str) -> Node:
         """Return the node for `key=value`."""
+        check_name_of_python_argument(key)
         return sequence(const(f"{key}="), _python_value(tool.arguments.schema_of(key)))
 
+    check_name_of_python_call(tool.name)
     arguments = separated_members(tool.arguments, argument, ", ")
     return sequence(const(f"{tool.name}{declaration.suffix}("), arguments, const(")"))
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nereid_parsers.constraints.constrain_members import separated_members
+from nereid_parsers.constraints.constrain_names import check_name_in_pattern
 from nereid_parsers.constraints.constrain_nodes import (
     WHITESPACE,
     Node,
@@ -121,6 +122,7 @@ def _tagged_value(declaration: TaggedArguments, argument: Argument, ends: tuple[
     `declaration` declares the tags. The JSON schema of `argument` determines the value. `ends` are
     the texts that end a value without a closing tag.
     """
+    check_name_in_pattern(argument.key, declaration.open, "key")
     tags = declaration.for_key(argument.key)
     schema = argument.schema
     types = json_types_of(schema, root=schema)  # The schema contains its own definitions.

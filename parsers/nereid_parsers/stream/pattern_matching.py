@@ -319,7 +319,7 @@ def compile_pattern(source: str) -> Pattern:
             steps += _literal_steps(part)
         else:
             next_literal = next_part if isinstance(next_part, str) else ""
-            steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
+            steps.append(FieldStep(part.field, field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))
 
 
@@ -339,7 +339,7 @@ def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
     return steps
 
 
-def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
+def field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     """Return the regex that matches the text of a field, such as `{name}`, before a literal.
 
     `next_literal` is the literal after the field, or "". Examples:

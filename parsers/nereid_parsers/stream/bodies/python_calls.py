@@ -19,7 +19,8 @@ from nereid_parsers.stream.values.python_strings import KEYWORD, PYTHON, Dialect
 from nereid_parsers.tool_declarations import PythonCalls
 
 # Matches the name of a function. The name need not be valid in Python: `3d-render`, `docs:search`.
-_match_function_name = re.compile(r"\w[\w.\-:/]*").match
+FUNCTION_NAME = r"\w[\w.\-:/]*"
+_match_function_name = re.compile(FUNCTION_NAME).match
 _match_keyword = re.compile(KEYWORD).match
 # Matches the opening bracket and the start of the arguments: `()` or `(a=1`, but not `(a == 1`.
 _match_arguments_start = re.compile(rf"\(\s*(?:\)|{KEYWORD}\s*=[^=])").match

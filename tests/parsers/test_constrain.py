@@ -652,6 +652,14 @@ def test_a_name_that_the_parser_cannot_read_is_refused(name, function, argument)
     assert get_format(tools="hermes").structural_tag(tools, "required")
 
 
+def test_a_regular_expression_that_is_not_enforced_is_refused_with_a_remedy_for_custom_tools():
+    declared = tool("f", ["input"], input={"type": "string", "pattern": "^(?:[a-z]+)$"})
+    declared["function"]["strict"] = True
+    fmt = get_format(tools="qwen3_coder")
+    with pytest.raises(ConstraintError, match="so remove the regular expression"):
+        fmt.structural_tag([declared], "auto")
+
+
 def test_an_optional_id_is_a_member_of_the_outer_object():
     keys = Keys("function.name", "function.arguments", id="id")
     fmt = Format("nested", Sections(tools=ToolSection((Call(JsonObject(keys), open="<c>"),))))

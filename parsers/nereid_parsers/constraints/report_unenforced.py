@@ -49,9 +49,15 @@ def report_keywords(descriptions: list[str], *, is_strict: bool, field: str) -> 
     if len(descriptions) > _MAX_REPORTED:
         unenforced_parts += f"; and {len(descriptions) - _MAX_REPORTED} more"
     if is_strict:
+        remedy = "Remove these parts, or set strict to false."
+        if field.startswith("tools") and "pattern" in unenforced_parts:
+            remedy += (
+                " A custom tool with a regular expression is always strict, so remove the regular "
+                "expression."
+            )
         raise ConstraintError(
             f"{field}: strict is true, but constrained decoding cannot enforce these parts of the "
-            f"schema: {unenforced_parts}. Remove these parts, or set strict to false."
+            f"schema: {unenforced_parts}. {remedy}"
         )
     log.warning(
         "%s: constrained decoding does not enforce these parts of the schema: %s",

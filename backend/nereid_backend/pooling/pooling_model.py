@@ -328,6 +328,8 @@ class PoolingModel:
     ) -> list[Value | None]:
         """Convert the token vectors of each item to its dense, sparse or multi-vector output.
 
+        If the last layer of the checkpoint computes scores, return the score of each item.
+
         Args:
             hidden: the token vectors, [num_tokens, hidden_size].
             batch: the texts.
@@ -337,6 +339,9 @@ class PoolingModel:
         for layer in layers.tokens:  # the layers that convert token vectors to token vectors
             hidden = layer(hidden.float())
         starts = batch.starts  # the index of each text's first token, and the number of all tokens
+        if self._loaded.spec.task == "rerank":
+            scores = self._pooled_vectors(hidden, starts, items, list(range(len(items))))
+            return score_outputs(scores, items, activation=self._loaded.spec.activation)
         # Dense vectors are computed in one batch, and other outputs one by one. `outputs` maps the
         # index of each item to its output.
         dense_indices = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
@@ -354,32 +359,42 @@ class PoolingModel:
     ) -> dict[int, Value | None]:
         """Compute the dense vectors of some items. Return a mapping from indices to vectors.
 
+        `_pooled_vectors` describes the arguments.
+        """
+        if not dense_indices:
+            return {}
+        vectors = self._pooled_vectors(hidden, starts, items, dense_indices)
+        dense_items = [items[i] for i in dense_indices]
+        outputs = dense_outputs(vectors, dense_items, normalizes=self._loaded.normalizes)
+        return dict(zip(dense_indices, outputs, strict=True))
+
+    def _pooled_vectors(
+        self, hidden: Tensor, starts: list[int], items: list[Prepared], indices: list[int]
+    ) -> Tensor:
+        """Pool the token vectors of some items, and apply the layers that follow the pooling.
+
         The token vectors of an item are pooled: they are combined into one vector, for example by
         their mean. The tokens of a prompt are left out if the checkpoint requires this (see
         Prepared.prompt_len).
 
-        Example: the indices [1], the starts [0, 4, 9] and a prompt of 2 tokens in item 1 return a
-        dict that maps 1 to a vector, which is pooled from the tokens 6 to 8.
+        Example: the indices [1], the starts [0, 4, 9] and a prompt of 2 tokens in item 1 return one
+        vector, which is pooled from the tokens 6 to 8.
 
         Args:
             hidden: the outputs of the token layers, [num_tokens, size].
             starts: the index of each item's first token, followed by the number of all tokens.
             items: all items of the batch.
-            dense_indices: the indices of the items of the kind "dense".
+            indices: the indices of the items whose vectors are computed.
         """
-        if not dense_indices:
-            return {}
         loaded = self._loaded
         ranges: Ranges = []
-        for i in dense_indices:
+        for i in indices:
             prompt_len = items[i].prompt_len
             ranges.append((starts[i] + prompt_len, starts[i + 1], prompt_len))
         vectors = pool(hidden, ranges, loaded.poolers)
         for layer in loaded.layers.vector:
             vectors = layer(vectors)
-        dense_items = [items[i] for i in dense_indices]
-        outputs = dense_outputs(vectors, dense_items, normalizes=loaded.normalizes)
-        return dict(zip(dense_indices, outputs, strict=True))
+        return vectors
 
 
 def _answer_scores(answer_tokens: AnswerTokens, logits: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
 from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 HEADS = [
@@ -109,6 +111,25 @@ def test_the_activation_is_the_one_that_the_checkpoint_names(encoder_of, pairs, 
     assert reranker.info.activation == "none"
     expected = CrossEncoder(str(folder), device="cpu").predict(pairs)
     np.testing.assert_allclose(reranker.score(pairs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_score_from_the_pooled_vector_equals_the_cross_encoders(
+    template, encoder_of, pairs, tmp_path
+):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    torch.manual_seed(1)
+    dense = Dense(48, 1, activation_function=torch.nn.Identity(), module_output_name="scores")
+    modules = [Transformer(str(folder)), Pooling(48, "cls"), dense]
+    CrossEncoder(modules=modules, device="cpu").save_pretrained(str(folder / "saved"))
+
+    scores = Reranker(str(folder / "saved"), task="auto", num_threads=1).score(pairs)
+
+    expected = CrossEncoder(str(folder / "saved"), device="cpu").predict(pairs)
+    assert np.ptp(expected) > 0.01
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
 
 
 def save_with_template(folder, template):

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from nereid_backend.errors import ConfigError
-from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, is_embedder
+from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, computes_score, is_embedder
 from nereid_backend.pooling.pooling_config import PoolingConfig
 
 # The names of generative architectures end with one of these texts.
@@ -43,6 +43,8 @@ def choose_task(
         )
     if settings.task == "embed" or settings.pooling is not None:
         return "embed"
+    if settings.task in ("auto", "rerank") and computes_score(modules):
+        return "rerank"
     if settings.task == "auto":
         return _task_from_files(architecture, modules, config, folder)
     if settings.task == "classify":

@@ -36,6 +36,7 @@ from nereid_backend.pooling.loading.describe_embedding import describe_embedding
 from nereid_backend.pooling.loading.sentence_modules import (
     SENTENCE_CONFIG_FILE,
     ModuleSpec,
+    computes_score,
     find_config,
     is_embedder,
     read_json,
@@ -89,6 +90,11 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
         _check_default_prompt(root, spec)
         if spec.task == "embed":
             spec = describe_embedding(spec, settings, root, _embedding_modules(settings, modules))
+        elif computes_score(modules):
+            # The modules are those of an embedding model. The last module computes the score.
+            embedding = describe_embedding(spec, settings, root, modules)
+            activation = _activation(spec.config, sentence_config) or "sigmoid"
+            spec = replace(embedding, kinds=("score",), activation=activation)
         else:
             spec = _describe_scoring(spec, modules, sentence_config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -42,6 +42,8 @@ _EMBEDDING_MODULES = {
 # The configs of modules use these names for token vectors and for the pooled vector.
 _TOKEN_VECTORS = "token_embeddings"
 _POOLED_VECTOR = "sentence_embedding"
+# A module Dense with this output computes the scores of a cross-encoder from the pooled vector.
+_SCORES = "scores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,15 @@ def is_embedder(modules: Iterable[ModuleSpec]) -> bool:
     return any(module.kind in _EMBEDDING_MODULES for module in modules)
 
 
+def computes_score(modules: list[ModuleSpec]) -> bool:
+    """Return whether the last module computes one score of a pair from the pooled vector."""
+    if find_config(modules, "Pooling") is None:
+        return False
+    last = modules[-1]
+    has_score = last.config.get("module_output_name") == _SCORES
+    return last.kind == "Dense" and has_score and last.config.get("out_features") == 1
+
+
 def find_config(modules: Iterable[ModuleSpec], kind: str) -> dict[str, Any] | None:
     """Return the config of the first module of the kind `kind`; None if there is no such module."""
     return next((module.config for module in modules if module.kind == kind), None)
@@ -184,7 +195,8 @@ def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
     """Raise an UnsupportedModelError if a module is not supported.
 
     The first module must be a transformers model. The output of a module Dense or Normalize must
-    replace the input, so the names of the input and the output must be equal.
+    replace the input, so the names of the input and the output must be equal. Only the last module
+    may have another output, which is the score of a cross-encoder.
 
     Args:
         path: the path of modules.json, for error messages.
@@ -202,7 +214,8 @@ def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
                 f"{path}: the module {module.kind} is not supported. The supported modules are "
                 f"{', '.join(sorted(_LATER_MODULES))}. Use another checkpoint."
             )
-        if module.kind in ("Dense", "Normalize"):
+        is_score = module is modules[-1] and computes_score(modules)
+        if module.kind in ("Dense", "Normalize") and not is_score:
             _check_names(path, module)
 
 

@@ -162,8 +162,8 @@ class Reranker(_OfflineModel):
             pairs: the pairs. Each pair consists of a query and a document. For a vision-language
                 model, a document can be the content of an image file.
             activation: "none", "sigmoid" or "softmax". None means the checkpoint's default.
-            instruction: a sentence that describes which documents are relevant. Only generative
-                rerankers accept an instruction.
+            instruction: a sentence that describes which documents are relevant. Only
+                rerankers whose prompts contain an instruction accept one.
             truncate: whether a pair that is too long is truncated. If False, such a pair is
                 refused.
 

@@ -34,8 +34,9 @@ class PoolingItem:
             default.
         prompt_name: the name of a prompt of the checkpoint. The prompt precedes the text.
         prompt: a text that precedes the input text, instead of a prompt of the checkpoint.
-        instruction: a sentence that describes which documents are relevant. Only generative
-            rerankers accept an instruction. None means the default instruction.
+        instruction: a sentence that describes which documents are relevant. Only
+            rerankers whose prompts contain an instruction accept one. None means the default
+            instruction.
         truncate: whether an input that is too long is truncated. If False, such an input is
             refused.
     """

@@ -4,7 +4,8 @@ A web page can make the browser resolve a name of the page's own domain to 127.0
 rebinding). The browser then treats the frontend as a part of the page's origin, so that the page
 can read the responses. The header Host of such a request contains the name from the page's URL. A
 page cannot choose an IP address or a name under "localhost" for this purpose, because browsers do
-not look these hosts up in the DNS.
+not look these hosts up in the DNS. The public DNS has no names under "internal", which ICANN has
+reserved for private networks. A container reaches its machine under host.docker.internal.
 """
 
 import ipaddress
@@ -33,7 +34,7 @@ class AllowedHosts:
     Args:
         app: the application that this middleware calls.
         names: the names that are allowed, in lower case. IP addresses, `localhost` and names that
-            end in `.localhost` are always allowed.
+            end in `.localhost` or `.internal` are always allowed.
     """
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
@@ -49,9 +50,9 @@ class AllowedHosts:
         error = ApiError(
             403,
             f"The host {shown(header)} in the header Host is not allowed. Without an API key, this "
-            "server accepts only localhost, names that end in .localhost, IP addresses, the name "
-            "of its machine, and the names in the setting allowed_hosts. Add the name to "
-            "NEREID_ALLOWED_HOSTS, or set NEREID_API_KEY.",
+            "server accepts only localhost, names that end in .localhost or .internal, IP "
+            "addresses, the name of its machine, and the names in the setting allowed_hosts. Add "
+            "the name to NEREID_ALLOWED_HOSTS, or set NEREID_API_KEY.",
             code="host_not_allowed",
         )
         await error_response(error, scope)(scope, receive, send)
@@ -60,7 +61,7 @@ class AllowedHosts:
         """Return whether a request with this header Host may be answered."""
         match = _HOST.fullmatch(header.lower())
         host = match[1] if match else header
-        is_local_name = host == "localhost" or host.endswith(".localhost")
+        is_local_name = host == "localhost" or host.endswith((".localhost", ".internal"))
         return not header or is_local_name or host in self._names or _is_ip_address(host)
 
 

@@ -22,6 +22,7 @@ async def _status(connect, header, path="/health", **settings):
     [
         *("localhost", "LocalHost:9000", "localhost.:9000", "llm.localhost", "127.0.0.1:9000"),
         *("[::1]:9000", "10.0.0.5", socket.gethostname(), "llm.example.com", "Gateway:80", ""),
+        "host.docker.internal:9000",
     ],
 )
 async def test_a_known_host_is_accepted(connect, host):
@@ -31,7 +32,14 @@ async def test_a_known_host_is_accepted(connect, host):
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/", "/v1/models"])
 @pytest.mark.parametrize(
     "host",
-    ["evil.example:9000", "127.0.0.1.evil.example", "localhost.evil.example", "evillocalhost", "["],
+    [
+        "evil.example:9000",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "evillocalhost",
+        "evilinternal",
+        "[",
+    ],
 )
 async def test_an_unknown_host_is_refused_on_every_route(connect, host, path):
     assert await _status(connect, host, path) == 403

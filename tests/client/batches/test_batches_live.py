@@ -412,15 +412,15 @@ def test_an_upload_that_stops_or_sends_single_bytes_is_ended(tmp_path, drip):
         wait_for(lambda: not os.listdir(folder / "uploads"))
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    blocked = tmp_path / "blocked"
-    blocked.write_text("a file")
+def test_a_folder_that_can_no_longer_be_written_is_named(tmp_path):
+    folder = tmp_path / "blocked"
     with (
-        live_frontend(FakeBackend(), batch_folder=str(blocked / "folder")) as port,
+        live_frontend(FakeBackend(), batch_folder=str(folder)) as port,
         library(port) as client,
-        pytest.raises(openai.InternalServerError, match="blocked"),
     ):
-        client.files.create(file=b"{}", purpose="batch")
+        folder.write_text("a file")  # The frontend has checked the folder at its start.
+        with pytest.raises(openai.InternalServerError, match="blocked"):
+            client.files.create(file=b"{}", purpose="batch")
 
 
 def test_without_a_folder_the_error_names_the_setting():

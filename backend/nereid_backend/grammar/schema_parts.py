@@ -101,7 +101,7 @@ def path_of_problem(schema: object, has_problem: Callable[[Mapping[str, object]]
 def _definitions_in(schema: object) -> dict[str, object]:
     """Return the definitions of a schema, to which other parts of the schema can refer.
 
-    Example: `{"$defs": {"a": {}}, "type": "object"}` gives `{"$defs": {"a": {}}}`.
+    Example: `{"$defs": {"a": {}}, "type": "object"}` returns `{"$defs": {"a": {}}}`.
     """
     if not isinstance(schema, Mapping):
         return {}

@@ -24,8 +24,9 @@ ARGUMENTS = (
 def format_of(call):
     """Return the format of a template that writes tool calls as in `call`.
 
-    The template replaces three words in `call`: NAME by the name of the function, JSON by the
-    arguments as a JSON object, and TAGS by one pair of tags for each argument.
+    The text `call` may contain three words, for which the template writes parts of the tool call:
+    NAME stands for the name of the function, JSON for the arguments as a JSON object, and TAGS for
+    one pair of tags for each argument.
     """
     call = call.replace("NAME", "{{ c.function.name }}").replace("TAGS", ARGUMENTS)
     call = call.replace("JSON", "{{ c.function.arguments | tojson }}")

@@ -385,7 +385,7 @@ class BlockTables:
     def _num_entries_to_start(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
-        """Return the number of block table entries of a starting sequence in one group of layers.
+        """Return how many block table entries a starting sequence needs in one group of layers.
 
         An entry is a block or, before the attention window, a placeholder. With full attention, the
         sequence needs entries for all its tokens. In a group with an attention window, the blocks

@@ -44,8 +44,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
     # The number and the function's name have the same distance (the gap) in all texts. The gap is
-    # measured in the text with two tool calls. Only there, the numbers can be distinguished from
-    # other digits, as in the tag `<h1>`, because only the numbers differ: 0 and 1.
+    # measured in the text with two tool calls, in which the numbers differ (0 and 1). Other digits,
+    # such as the 1 in the tag `<h1>`, are equal in both tool calls.
     gaps = _find_number_gaps(texts.two_calls)
     return CallTexts._make(_mask_numbers(text, gaps) for text in texts)
 

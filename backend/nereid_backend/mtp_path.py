@@ -174,7 +174,7 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
 
 
 def _can_append(part: _StoredStates, start: int) -> bool:
-    """Return whether states from the position `start` on can be appended to `part`.
+    """Return whether states that begin at the position `start` can be appended to `part`.
 
     This is possible if the part is short, and if `start` is in the part or directly after its end.
     """

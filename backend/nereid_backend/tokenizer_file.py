@@ -153,8 +153,8 @@ def _rules_to_replace(backend: Any, file: Any, settings: dict[str, Any]) -> list
 def _word_rules_to_replace(backend: Any, file: Any, settings: dict[str, Any]) -> list[str]:  # noqa: ANN401 - see `_rules_to_replace`
     """Return the names in `_WORD_RULES` whose rules differ between `backend` and tokenizer.json."""
     # If tokenizer_config.json contains add_prefix_space, a class without byte-level rules, such as
-    # the class of Llama 2, creates its word rules from this setting. The file can contain different
-    # word rules. The model needs the rules of the class, so no rule is replaced.
+    # the class of Llama 2, creates its word rules from this setting. tokenizer.json can contain
+    # different word rules. The model needs the rules of the class, so no rule is replaced.
     is_byte_level = any(_is_byte_level(rules.pre_tokenizer) for rules in (backend, file))
     if settings.get("add_prefix_space") is not None and not is_byte_level:
         return []

@@ -248,7 +248,7 @@ class Ranks:
         # If the process of a rank ends unexpectedly, the other ranks lose their connections to this
         # process, and fail shortly afterwards. The error message of such a rank can arrive before
         # the end of the process is noticed. Wait until the end is noticed, because `_take_failures`
-        # then describes the dead rank, the cause, instead of the ranks that failed after it.
+        # then describes the dead rank, which is the cause, and not the ranks that failed after it.
         time.sleep(_FOLLOWING_ERRORS_S)
         self._failure = self._take_failures()
         # This process may end at any time after `_has_failed` is set, so first remove the folder of

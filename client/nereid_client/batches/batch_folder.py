@@ -28,7 +28,7 @@ def batch_folder(settings: Settings) -> Path | None:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """Return `path`, or the nearest of the folders above that exists.
+    """Return `path` if it exists, and otherwise the nearest folder above `path` that exists.
 
     Example: "/srv/a/b" returns "/srv" if "/srv" exists and "/srv/a" does not.
     """

@@ -29,7 +29,8 @@ _HOST = re.compile(r"\[?(.*?)\]?\.?(?::\d*)?")
 class AllowedHosts:
     """Middleware that sends the status 403 if the header Host contains an unknown name.
 
-    A request without a host is answered, because each browser sends one.
+    A request without the header Host is answered, because it cannot come from a browser: every
+    browser sends this header.
 
     Args:
         app: the application that this middleware calls.

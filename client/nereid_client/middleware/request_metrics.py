@@ -172,9 +172,9 @@ class CountRequests:
             if status is None:
                 status = _CLIENT_CLOSED_REQUEST
             # The health checks of `nereid serve` are not counted. `is_from_supervisor` recognises
-            # them by their user agent, which any client can send. A request with a key of the key
-            # file has a client in its state. `nereid serve` never uses a key of the key file, so
-            # such a request is counted.
+            # them by their user agent, which any client can send. If a request has a key of the key
+            # file, its state contains a client. Such a request is always counted, because `nereid
+            # serve` never uses a key of the key file.
             if not is_from_supervisor(scope) or scope.get("state", {}).get("client"):
                 self._record(scope, status, time.monotonic() - arrived)
 

@@ -258,8 +258,8 @@ def _without_forbidden(
 
     The schema False forbids a property, but xgrammar does not support False as the schema of a
     property. A property that is not listed is forbidden only if the schema contains
-    `{"additionalProperties": False}`, so that `are_others_forbidden` is true. Example: for the
-    properties `{"a": {"type": "string"}, "b": False}`, `{"a": {"type": "string"}}` is returned.
+    `{"additionalProperties": False}`. In this case, `are_others_forbidden` is true. Example: for
+    the properties `{"a": {"type": "string"}, "b": False}`, `{"a": {"type": "string"}}` is returned.
 
     Raises:
         CannotMergeError: A forbidden property is `required`, so no object is valid. A property

@@ -333,7 +333,7 @@ def _value_text(value: object) -> str:
 def report_json(report: Report) -> str:
     """Return the report as the text of a JSON object, which other programs can read.
 
-    Only if the format was inferred from a template, the object contains the comparisons, the
+    If the format was inferred from a template, the object also contains the comparisons, the
     supported features, and the sentences that state what could not be inferred.
     """
     analysis = report.analysis

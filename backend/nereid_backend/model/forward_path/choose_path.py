@@ -138,7 +138,8 @@ class ReferenceCache:
         self._max_len = min(limit, config.max_model_len or limit)
         # Maps the argument `is_generated` of `get` to the cached result of `get`.
         self._references: dict[bool, ReferenceLogits] = {}
-        # If `get` raises an UnfitError, maps the argument `is_generated` to the error's message.
+        # Maps each argument `is_generated` for which `get` raised an UnfitError to the error's
+        # message.
         self._refusals: dict[bool, str] = {}
 
     def get_for(self, spec: PathSpec) -> ReferenceLogits:

@@ -186,7 +186,7 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
     """
     settings = read_settings(spec.folder)  # saved by sentence-transformers
     # Vision-language models take chat messages, which the processor renders. The settings may
-    # require chat messages for another model, too, which the tokenizer renders.
+    # require chat messages for other models, too. The tokenizer renders these messages.
     takes_messages = _takes_messages(spec, settings)
     message_settings = (settings.get("modality_config") or {}).get("message")
     if not takes_messages:

@@ -42,7 +42,7 @@ _EMBEDDING_MODULES = {
 # The configs of modules use these names for token vectors and for the pooled vector.
 _TOKEN_VECTORS = "token_embeddings"
 _POOLED_VECTOR = "sentence_embedding"
-# A module Dense with this output computes the scores of a cross-encoder from the pooled vector.
+# A Dense module with this output computes the scores of a cross-encoder from the pooled vector.
 _SCORES = "scores"
 
 

@@ -254,7 +254,7 @@ class CallReader:
         return None if next_opening is NEED_MORE else self._reject_start()
 
     def _reject_start(self) -> State:
-        """Give up the expected tool call, because the text starts none. Return the next state.
+        """Give up the expected tool call, because no tool call starts here. Return the next state.
 
         If the message ends inside this text, as in `<tool_call>{`, the text is removed. Otherwise,
         the text is content, as in `<tool_call> is a tag`.

@@ -297,8 +297,8 @@ def _opening_before_reasoning(turn: ModelTurn, text_before_reasoning: str) -> st
     """
     if text_before_reasoning.strip():
         return opening_of_reasoning(text_before_reasoning)
-    # The opening marker is the first marker after the header of a prompt. It may not be the last
-    # one, because `</think>` may follow the opening marker in a prompt that turns off thinking.
+    # The opening marker is the first marker after the header of a prompt. It is not always the last
+    # marker, because `</think>` may follow the opening marker in a prompt that turns off thinking.
     for prompt in turn.prompts:
         opening = first_opening(prompt.after_header)
         if opening:
